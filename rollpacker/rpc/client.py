@@ -1,0 +1,81 @@
+"""Channels and calls: every call has a deadline, and only UNAVAILABLE is ever retried."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from rollpacker.rpc import errors
+from rollpacker.rpc.server import MAX_MESSAGE_BYTES
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),
+)
+_WAIT_LOG_SECONDS = 30.0
+_FIRST_BACKOFF_SECONDS = 0.05
+_MAX_BACKOFF_SECONDS = 2.0
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port" or "unix:///path"; connects when first used, and again after."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+async def call(make: Callable[[], Awaitable[Result]]) -> Result:
+    """One unary call (`lambda: stub.Method(request, timeout=...)`); raises ServiceError."""
+    try:
+        return await make()
+    except grpc.aio.AioRpcError as error:
+        raise errors.from_rpc_error(error) from error
+
+
+async def stream(make: Callable[[], AsyncIterator[Result]]) -> AsyncIterator[Result]:
+    """The messages of one streaming call; raises ServiceError. Closing it cancels the call."""
+    messages = make()
+    try:
+        async for message in messages:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise errors.from_rpc_error(error) from error
+    finally:
+        if isinstance(messages, grpc.aio.Call):
+            messages.cancel()
+
+
+async def call_until(make: Callable[[], Awaitable[Result]], *, seconds: float, what: str) -> Result:
+    """Repeat an idempotent unary call while it is UNAVAILABLE, for up to `seconds` in all.
+
+    Logs every 30 s what it waits for. Raises the last UnavailableError at the end, and any other
+    ServiceError at once.
+    """
+    start = last_log = time.monotonic()
+    backoff = _FIRST_BACKOFF_SECONDS
+    while True:
+        try:
+            return await call(make)
+        except errors.UnavailableError as error:
+            now = time.monotonic()
+            if now - start + backoff > seconds:
+                raise
+            if now - last_log >= _WAIT_LOG_SECONDS:
+                last_log = now
+                _log.warning("waiting for %s since %.0f s: %s", what, now - start, error)
+        await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+        backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)

@@ -1,0 +1,319 @@
+"""The settings of a run (the YAML file), and the base of each service's own settings.
+
+`RunSettings` is the one source of names, units, defaults and limits: run files, StartRun and the
+documentation all read it. Unknown keys fail and name the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Mode = Literal["synchronous", "overlap", "paper", "exact"]
+MAX_SEED = 2**53 - 1  # survives a JSON number
+
+
+class Section(BaseModel):
+    """A part of the run settings; refuses unknown keys and cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSettings(Section):
+    """Where prompts come from."""
+
+    path: str = Field(description="JSONL file; see docs/run_settings.md for its columns")
+    validation_path: str | None = Field(None, description="held-out JSONL, same columns")
+    tokenizer: str = Field("", description="directory with tokenizer.json; default: the model's")
+    epochs: int = Field(1, ge=1, description="passes over the data")
+    shuffle: bool = Field(True, description="a new seeded order in every epoch")
+    apply_chat_template: bool = Field(False, description="render `prompt` by the chat template")
+    max_prompt_tokens: int = Field(4096, ge=1, description="longer prompts are refused")
+
+
+class TailBatchingSettings(Section):
+    """How rounds are scheduled; see docs/architecture.md."""
+
+    mode: Mode = "exact"
+    prompts_per_step: int = Field(32, ge=1, description="P0: prompt groups per optimizer update")
+    responses_per_prompt: int = Field(8, ge=1, description="R0: responses per prompt group")
+    deferral_levels: int | None = Field(
+        None, ge=0, le=8, description="L; default by mode: exact 2, paper 1, else 0"
+    )
+    speculation_factors: tuple[float, ...] | None = Field(
+        None,
+        description="eta of levels 0 to L-1, each in 1..2; default exact 1.75, 2.0; paper 1.25",
+    )
+    response_speculation_factor: float | None = Field(
+        None, ge=1, le=4, description="eta_R; above 1 in mode paper only, default 1.25 there"
+    )
+    max_deferral_age: int = Field(
+        32, ge=1, description="steps after which a deferred draw's round comes next"
+    )
+
+    @model_validator(mode="after")
+    def _fits_mode(self) -> Self:
+        levels = self.resolved_levels
+        if self.mode in ("synchronous", "overlap") and levels != 0:
+            raise ValueError(
+                f"deferral_levels: mode {self.mode} has none, got {levels}; leave it out"
+            )
+        if self.mode == "paper" and levels != 1:
+            raise ValueError(f"deferral_levels: mode paper has 1, got {levels}; leave it out")
+        factors = self.resolved_speculation_factors
+        if len(factors) != levels:
+            raise ValueError(
+                f"speculation_factors: {len(factors)} values for {levels} deferral levels;"
+                " give one per level below the last"
+            )
+        for factor in factors:
+            if not 1.0 < factor <= 2.0:
+                raise ValueError(
+                    f"speculation_factors: {factor} is not in (1, 2]; above 2 a round would defer"
+                    " more prompts than it trains, and the queue could outgrow every long round"
+                )
+        if self.resolved_response_speculation_factor > 1.0 and self.mode != "paper":
+            raise ValueError(
+                "response_speculation_factor: above 1 it drops long responses, which only mode"
+                f" paper does; mode is {self.mode}"
+            )
+        return self
+
+    @property
+    def resolved_levels(self) -> int:
+        """deferral_levels, or its default in this mode."""
+        if self.deferral_levels is not None:
+            return self.deferral_levels
+        if self.speculation_factors is not None:
+            return len(self.speculation_factors)
+        return {"exact": 2, "paper": 1}.get(self.mode, 0)
+
+    @property
+    def resolved_speculation_factors(self) -> tuple[float, ...]:
+        """eta per level below the last, or the defaults of this mode."""
+        if self.speculation_factors is not None:
+            return self.speculation_factors
+        levels = self.resolved_levels
+        if self.mode == "paper":
+            return (1.25,) * levels
+        return (1.75, *(2.0,) * (levels - 1)) if levels else ()
+
+    @property
+    def resolved_response_speculation_factor(self) -> float:
+        """eta_R, or its default in this mode."""
+        if self.response_speculation_factor is not None:
+            return self.response_speculation_factor
+        return 1.25 if self.mode == "paper" else 1.0
+
+
+class SamplingSettings(Section):
+    """How tokens are drawn in training rounds."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_response_tokens: int = Field(1024, ge=1)
+    stop_token_ids: tuple[int, ...] = Field((), description="default: the model's eos")
+
+
+class RewardSettings(Section):
+    """How responses are scored."""
+
+    grader: Literal["math", "reasoning_gym"] = "math"
+    attempts: int = Field(5, ge=1, description="tries before a response goes without a reward")
+    timeout_seconds: float = Field(60, gt=0, description="deadline of one try")
+
+
+class TrainerSettings(Section):
+    """The optimizer update."""
+
+    loss: Literal["grpo"] = "grpo"
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, ge=0, description="ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.28, ge=0, description="ratio is clipped above 1 + clip_high")
+    normaliser: Literal["response_cap", "constant", "step_tokens"] = Field(
+        "response_cap",
+        description="what the summed token loss is divided by: P0*R0*max_response_tokens,"
+        " P0*R0*normaliser_tokens, or the step's own token count (modes paper, synchronous and"
+        " overlap only: it makes a response's weight depend on its step)",
+    )
+    normaliser_tokens: int = Field(0, ge=0, description="tokens per response for `constant`")
+    micro_batch_tokens: int = Field(16384, ge=1, description="padded tokens per forward pass")
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    keep_checkpoints: int = Field(2, ge=1)
+    checkpoint_interval: int = Field(1, ge=1, description="steps between checkpoints")
+
+    @model_validator(mode="after")
+    def _constant_has_tokens(self) -> Self:
+        if (self.normaliser == "constant") != (self.normaliser_tokens > 0):
+            raise ValueError(
+                f"normaliser_tokens: {self.normaliser_tokens} with normaliser {self.normaliser};"
+                " `constant` needs it above 0, the others leave it out"
+            )
+        return self
+
+
+class ValidationSettings(Section):
+    """Held-out evaluation through the same rollout and reward services."""
+
+    prompts: int = Field(0, ge=0, description="how many rows of validation_path; 0 means all")
+    responses_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    interval: int = Field(0, ge=0, description="steps between evaluations; 0: first and last only")
+
+
+class RunSettings(Section):
+    """One run."""
+
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="of data order and response noise")
+    model: str = Field(description="initial model: a directory that transformers loads")
+    max_steps: int = Field(0, ge=0, description="stop after so many steps; 0: the data decides")
+    data: DataSettings
+    tail_batching: TailBatchingSettings = TailBatchingSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    validation: ValidationSettings = ValidationSettings()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.tail_batching.mode == "exact":
+            if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
+                raise ValueError(
+                    f"sampling: top_p {self.sampling.top_p}, top_k {self.sampling.top_k} with mode"
+                    " exact; it replays responses by seed, which needs top_p 1 and top_k 0"
+                    " (with truncation the noise is indexed by rank, not by token)"
+                )
+            if self.trainer.normaliser == "step_tokens":
+                raise ValueError(
+                    "trainer.normaliser: step_tokens with mode exact; a loss divided by the step's"
+                    " own tokens weighs long responses less; use response_cap or constant"
+                )
+        return self
+
+
+class SettingsError(ValueError):
+    """Settings are wrong; `problems` is a list of (field, what is wrong and how to mend it)."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{name}: {what}" for name, what in problems))
+
+
+def parse_run_settings(values: Mapping[str, Any]) -> RunSettings:
+    """Check values against RunSettings. Raises SettingsError with every problem found."""
+    try:
+        return RunSettings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError([_problem(item) for item in error.errors()]) from error
+
+
+def load_run_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
+    """Read a YAML run file and apply dotted overrides such as `trainer.learning_rate=1e-5`.
+
+    Paths in the file are relative to its directory (paths in overrides: to the current one).
+    Raises SettingsError.
+    """
+    values = _read_yaml(path)
+    _make_paths_absolute(values, path.parent)
+    given: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise SettingsError([(override, "not an override; write section.key=value")])
+        _set_dotted(given, key, yaml.safe_load(text) if text else None)
+    _make_paths_absolute(given, Path.cwd())
+    return parse_run_settings(_merge(values, given))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError([(str(path), f"cannot be read: {error.strerror}")]) from error
+    except yaml.YAMLError as error:
+        raise SettingsError([(str(path), f"is not YAML: {error}")]) from error
+    if not isinstance(values, dict):
+        raise SettingsError([(str(path), "must be a mapping of settings")])
+    return values
+
+
+def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
+    places = [(values, "model")]
+    if isinstance(data := values.get("data"), dict):
+        places += [(data, "path"), (data, "validation_path"), (data, "tokenizer")]
+    for section, key in places:
+        if isinstance(text := section.get(key), str) and text:
+            section[key] = str((base / text).resolve())
+
+
+def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise SettingsError([(key, f"`{parent}` is not a section")])
+    values[last] = value
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _problem(error: Any) -> tuple[str, str]:
+    """One pydantic error as (field, message that names value and fix)."""
+    location = [str(part) for part in error["loc"]]
+    name = ".".join(location) or "settings"
+    if error["type"] == "extra_forbidden":
+        return name, f"unknown setting{_nearest(location)}"
+    if error["type"] == "missing":
+        return name, "is required"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return name, message
+    return name, f"{message}, got {error['input']!r}"
+
+
+def _nearest(location: list[str]) -> str:
+    model: Any = RunSettings
+    for part in location[:-1]:
+        model = model.model_fields[part].annotation
+    names = list(model.model_fields)
+    close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+    return f"; did you mean `{close[0]}`?" if close else f"; valid: {', '.join(names)}"
+
+
+class ServiceSettings(BaseSettings):
+    """What every service needs to know; subclasses set their own env_prefix."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+    address: str = Field("127.0.0.1:0", description="where to listen; port 0 takes a free one")
+    address_file: Path | None = Field(None, description="the bound address is written here")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+Address = Annotated[str, Field(description='"host:port" or "unix:///path"')]
+
+
+class WorkerSettings(ServiceSettings):
+    """A service that registers with the coordinator by heartbeat."""
+
+    worker_id: str = Field(description="unique and stable over restarts, for example rollout-0")
+    coordinator_address: Address
+    advertise_address: str = Field("", description="what the coordinator dials; default: address")

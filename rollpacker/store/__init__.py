@@ -1,0 +1,1 @@
+"""Redis: what must outlive its writer. Every key is named in `keys`."""

@@ -1,0 +1,1 @@
+"""The four services of RollPacker; each is a thin process around `rollpacker`."""

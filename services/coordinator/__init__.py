@@ -1,0 +1,1 @@
+"""The coordinator service: the only one people talk to; imports no torch."""

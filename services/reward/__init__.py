@@ -1,0 +1,1 @@
+"""The reward service: graders behind gRPC; imports no torch."""

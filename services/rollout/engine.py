@@ -1,0 +1,115 @@
+"""The `Engine` protocol: what the rollout service asks of an inference engine.
+
+An engine serves one set of weights at a time. A response is a pure function of (weights, prompt,
+seed, sampling parameters), whatever else is in the batch and however often it was preempted,
+moved or replayed. All methods are called from one asyncio event loop; an engine may compute
+elsewhere (a thread, a child process), but results arrive on that loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollpacker.types import EngineStats, FinishReason
+
+
+class EngineError(Exception):
+    """The engine cannot do what it was asked; the message says why and what to do."""
+
+
+class PromptTooLongError(EngineError):
+    """Prompt and response cap together exceed the context length or the whole KV budget."""
+
+
+class WeightsNotFoundError(EngineError):
+    """No complete weights at the given place."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to sample."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]  # requests of one `generate` call share it
+    seed: int  # 63 bits
+    temperature: float
+    max_response_tokens: int  # carried tokens count
+    stop_token_ids: frozenset[int]
+    # A prefix sampled earlier by the same weights (after a move): taken over, not sampled again.
+    carried_token_ids: tuple[int, ...] = ()
+    carried_logprobs: tuple[float, ...] = ()
+    carried_near_ties: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A response that finished, or was aborted or interrupted (then: its tokens so far)."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # carried tokens included
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason  # INTERRUPTED when aborted
+    carried_token_count: int
+    near_tie_count: int  # carried ones included
+    slot: int
+    start_time: float  # seconds since the Unix epoch
+    end_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationProgress:
+    """How far the requests of one `generate` call are."""
+
+    longest_response_tokens: int
+    total_response_tokens: int
+
+
+class Engine(Protocol):
+    """One inference engine."""
+
+    @property
+    def kind(self) -> str:
+        """ "torch" or "sglang"."""
+        ...
+
+    @property
+    def replays_by_seed(self) -> bool:
+        """Whether a seed gives the same response whatever else runs."""
+        ...
+
+    async def load_weights(self, directory: Path, weight_version: int) -> None:
+        """Serve the weights of a Hugging Face model directory (config.json, *.safetensors).
+
+        The first call builds the model; later calls swap weights in place (same architecture).
+        No request may be running. Every cache that depends on weights is dropped.
+        Raises WeightsNotFoundError; on any error the previous weights stay in force.
+        """
+        ...
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], progress_interval_tokens: int
+    ) -> AsyncIterator[GenerationResult | GenerationProgress]:
+        """Sample all requests (one prompt); yield each result as it finishes, progress between.
+
+        Progress comes at least once per `progress_interval_tokens` of the longest response.
+        Closing the iterator aborts what still runs. Raises PromptTooLongError, EngineError.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> list[GenerationResult]:
+        """Stop requests and return their tokens so far; unknown or finished ids are left out.
+
+        An aborted request also yields its INTERRUPTED result on its `generate` iterator.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Load and counters now."""
+        ...
+
+    async def close(self) -> None:
+        """Abort everything and free the engine's resources."""
+        ...

@@ -1,0 +1,1 @@
+"""The trainer service: stream training over FSDP2."""
