@@ -1,0 +1,1 @@
+"""The services and their Redis as child processes on this machine."""
