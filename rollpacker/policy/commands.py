@@ -1,0 +1,63 @@
+"""What a round asks for. The live coordinator and the simulator carry these out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.types import Draw, DrawId
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchGroup:
+    """Sample these responses of a draw on one replica."""
+
+    draw: DrawId
+    replica_id: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortGroup:
+    """Stop sampling a draw: it has lost the race, or has all the responses it needs."""
+
+    draw: DrawId
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResponse:
+    """Send a finished response to the reward service."""
+
+    draw: DrawId
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmitGroup:
+    """Append a group to the step's sample stream; advantages are in the order of indices."""
+
+    draw: DrawId
+    indices: tuple[int, ...]
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredDraw:
+    """A draw that lost the race, at its new level, with how far its responses were."""
+
+    draw: Draw
+    response_tokens: tuple[int, ...]  # so far, in order of index
+    finished: tuple[bool, ...]  # whether the response had ended by itself
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRound:
+    """The round is over: everything that is kept has been emitted."""
+
+    winners: tuple[DrawId, ...]  # in the order in which they were emitted
+    deferred: tuple[DeferredDraw, ...]  # in launch order
+    generated_tokens: int  # by this round, aborted responses included
+    rollout_seconds: float  # from the first event to the last response that was needed
+    race_wait_seconds: float  # of these, after enough groups were complete to fill the step
+
+
+Command = LaunchGroup | AbortGroup | ScoreResponse | EmitGroup | FinishRound

@@ -1,0 +1,85 @@
+"""What a round is told. Each event says when it happened; the round itself has no clock.
+
+`at` is seconds on any clock that does not go back; it only ends up in the outcome.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.types import DrawId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJoined:
+    """A rollout replica serves the round's weights; it takes so many responses at a time."""
+
+    at: float
+    replica_id: str
+    response_capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """A rollout replica is gone; what it was generating has to be generated elsewhere."""
+
+    at: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInterrupted:
+    """A replica ended a group's stream before its last response; the rest goes on elsewhere."""
+
+    at: float
+    draw: DrawId
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReported:
+    """How far a running group is."""
+
+    at: float
+    draw: DrawId
+    longest_tokens: int  # of its longest response
+    total_tokens: int  # of all its responses in this launch
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFinished:
+    """A response ended by itself: stop token or cap."""
+
+    at: float
+    draw: DrawId
+    index: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseScored:
+    """A response has its reward, or None: the reward service gave up on it."""
+
+    at: float
+    draw: DrawId
+    index: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRestored:
+    """After a crash: the group stands in the step's sample stream already, so it has won."""
+
+    at: float
+    draw: DrawId
+    response_tokens: tuple[int, ...]
+
+
+Event = (
+    ReplicaJoined
+    | ReplicaLost
+    | GroupInterrupted
+    | ProgressReported
+    | ResponseFinished
+    | ResponseScored
+    | GroupRestored
+)

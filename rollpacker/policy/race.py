@@ -1,0 +1,166 @@
+"""The race of a round: which groups are kept, and in which order they are trained.
+
+Every entrant is *running* (it has a lower bound: the tokens of its longest response so far) or
+*complete* (it has its key). Each entrant in the end becomes a winner or a loser, once.
+
+`TokenRace`: the order is (longest response in tokens, launch order). An entrant is ranked when it
+is complete and no running entrant can still come before it; so winners, losers and their order are
+a pure function of the responses, whatever the timing, the number of replicas or a crash between.
+A running entrant loses as soon as enough complete ones are certain to be ahead of it.
+
+`ArrivalRace`: the order is that of completion (the paper's rule).
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollpacker.types import DrawId
+
+_Rank = tuple[int, int]  # (tokens, launch order)
+
+
+class Race(Protocol):
+    """Decides winners and losers."""
+
+    def progress(self, draw: DrawId, tokens: int) -> None:
+        """The longest response of a running entrant has at least so many tokens."""
+        ...
+
+    def complete(self, draw: DrawId, key: int) -> None:
+        """An entrant has all its responses; `key` is the longest one in tokens."""
+        ...
+
+    def take_winners(self) -> list[DrawId]:
+        """Entrants that have become certain winners since the last call, in training order."""
+        ...
+
+    def take_losers(self) -> list[DrawId]:
+        """Entrants that have become certain losers since the last call, in launch order."""
+        ...
+
+
+class TokenRace:
+    """See the top of the file."""
+
+    def __init__(
+        self, entrants: Sequence[DrawId], places: int, protected: frozenset[DrawId] = frozenset()
+    ) -> None:
+        self._ids = tuple(entrants)
+        self._order = {draw: order for order, draw in enumerate(entrants)}
+        self._protected = protected & self._order.keys()
+        self._free_places = places - len(self._protected)
+        self._bounds = dict.fromkeys(entrants, 0)
+        self._running = set(entrants)
+        self._lost: set[DrawId] = set()
+        self._new_losers: list[DrawId] = []
+        self._complete_ranks: list[_Rank] = []  # of unprotected entrants, sorted
+        # Ranks of entrants that are not ranked yet; a running one may stand too far ahead.
+        self._heap: list[_Rank] = [(0, order) for order in range(len(self._ids))]
+        if self._free_places <= 0:
+            self._lose_all_behind((-1, -1))
+
+    def progress(self, draw: DrawId, tokens: int) -> None:
+        if draw not in self._running or tokens <= self._bounds[draw]:
+            return
+        self._bounds[draw] = tokens
+        last = self._last_place()
+        if last is not None and draw not in self._protected and self._rank(draw) > last:
+            self._lose(draw)
+
+    def complete(self, draw: DrawId, key: int) -> None:
+        if draw not in self._running:
+            return
+        self._running.discard(draw)
+        self._bounds[draw] = key
+        if draw in self._protected:
+            return
+        bisect.insort(self._complete_ranks, self._rank(draw))
+        last = self._last_place()
+        if last is not None:
+            self._lose_all_behind(last)
+
+    def take_winners(self) -> list[DrawId]:
+        winners = []
+        while self._heap:
+            rank = self._heap[0]
+            draw = self._ids[rank[1]]
+            if draw in self._lost:
+                heapq.heappop(self._heap)
+            elif rank != self._rank(draw):
+                heapq.heapreplace(self._heap, self._rank(draw))
+            elif draw in self._running:
+                break
+            else:
+                heapq.heappop(self._heap)
+                winners.append(draw)
+        return winners
+
+    def take_losers(self) -> list[DrawId]:
+        losers = sorted(self._new_losers, key=self._order.__getitem__)
+        self._new_losers = []
+        return losers
+
+    def _rank(self, draw: DrawId) -> _Rank:
+        return (self._bounds[draw], self._order[draw])
+
+    def _last_place(self) -> _Rank | None:
+        """The rank of the last free place, once enough entrants are complete to fill them."""
+        if self._free_places <= 0:
+            return (-1, -1)
+        if len(self._complete_ranks) < self._free_places:
+            return None
+        return self._complete_ranks[self._free_places - 1]
+
+    def _lose_all_behind(self, last: _Rank) -> None:
+        for draw in self._ids:
+            if draw not in self._protected and self._rank(draw) > last:
+                self._lose(draw)
+
+    def _lose(self, draw: DrawId) -> None:
+        if draw not in self._lost:
+            self._lost.add(draw)
+            self._running.discard(draw)
+            self._new_losers.append(draw)
+
+
+class ArrivalRace:
+    """See the top of the file."""
+
+    def __init__(
+        self, entrants: Sequence[DrawId], places: int, protected: frozenset[DrawId] = frozenset()
+    ) -> None:
+        self._open = dict.fromkeys(entrants)  # in launch order
+        self._protected = protected & self._open.keys()
+        self._free_places = places - len(self._protected)
+        self._winners: list[DrawId] = []
+        self._losers: list[DrawId] = []
+        self._close_if_full()
+
+    def progress(self, draw: DrawId, tokens: int) -> None:
+        """Tokens do not matter."""
+
+    def complete(self, draw: DrawId, key: int) -> None:  # noqa: ARG002  the order is that of calls
+        if draw not in self._open:
+            return
+        del self._open[draw]
+        self._winners.append(draw)
+        if draw not in self._protected:
+            self._free_places -= 1
+            self._close_if_full()
+
+    def take_winners(self) -> list[DrawId]:
+        winners, self._winners = self._winners, []
+        return winners
+
+    def take_losers(self) -> list[DrawId]:
+        losers, self._losers = self._losers, []
+        return losers
+
+    def _close_if_full(self) -> None:
+        if self._free_places <= 0:
+            self._losers += [draw for draw in self._open if draw not in self._protected]
+            self._open = {draw: None for draw in self._open if draw in self._protected}

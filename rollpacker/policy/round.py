@@ -1,0 +1,348 @@
+"""One rollout round as a state machine: `handle(event)` returns what to do next.
+
+The life of a group:
+
+    WAITING --a replica has room--> RUNNING --R0 responses finished--> COMPLETE --ranked--> WON
+       ^                               |                                  |                  |
+       +--- replica lost, interrupted -+                                  |      rewards, in order
+                                       |                                  |                  v
+                                       +--------- lost the race ----------+--> LOST       EMITTED
+
+The race (`rollpacker.policy.race`) alone says who wins; the round carries it out: it launches
+waiting groups where there is room, sends finished responses to be scored, aborts losers, and emits
+winners. Groups are emitted in the order of the race, so that in a token race the trainer sums the
+same numbers in the same order whatever the timing.
+
+What never happens: a group is emitted twice, or with fewer than R0 responses; a response is
+launched again after it finished; a reward decides who is kept.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollpacker.policy.advantages import group_relative
+from rollpacker.policy.commands import (
+    AbortGroup,
+    Command,
+    DeferredDraw,
+    EmitGroup,
+    FinishRound,
+    LaunchGroup,
+    ScoreResponse,
+)
+from rollpacker.policy.events import (
+    Event,
+    GroupInterrupted,
+    GroupRestored,
+    ProgressReported,
+    ReplicaJoined,
+    ReplicaLost,
+    ResponseFinished,
+    ResponseScored,
+)
+from rollpacker.policy.race import ArrivalRace, Race, TokenRace
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.types import Draw, DrawId
+
+
+class GroupState(enum.Enum):
+    """See the top of the file."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    WON = "won"
+    EMITTED = "emitted"
+    LOST = "lost"
+
+
+class UnknownDrawError(KeyError):
+    """An event names a draw that this round did not launch: a bug of the caller."""
+
+
+@dataclass(slots=True)
+class _Group:
+    draw: Draw
+    response_count: int
+    state: GroupState = GroupState.WAITING
+    replica_id: str = ""
+    finished: dict[int, int] = field(default_factory=dict)  # index -> tokens, in order of arrival
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    longest_tokens: int = 0
+    running_tokens: int = 0  # of the responses of this launch that have not finished
+    launch_finished_tokens: int = 0  # of those that have
+    aborted_tokens: int = 0  # of launches that were lost
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(i for i in range(self.response_count) if i not in self.finished)
+
+
+@dataclass(slots=True)
+class _Replica:
+    capacity: int  # responses at a time
+    used: int = 0
+    running: set[DrawId] = field(default_factory=set)
+
+    def room(self) -> int:
+        return self.capacity - self.used
+
+
+class Round:
+    """One round. Feed it every event; carry out every command, in order."""
+
+    def __init__(self, rules: TailBatchingRules, plan: RoundPlan, draws: Sequence[Draw]) -> None:
+        """`draws` are the plan's queued draws and the new ones, in launch order."""
+        self._rules = rules
+        self._plan = plan
+        ids = [draw.id for draw in draws]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"round {plan.step}: a draw is launched twice: {ids}")
+        if len(ids) < plan.keep:
+            raise ValueError(f"round {plan.step}: {len(ids)} draws cannot fill {plan.keep} places")
+        self._groups = {draw.id: _Group(draw, plan.response_count) for draw in draws}
+        self._waiting = list(ids)
+        race_class = TokenRace if rules.race is RaceKind.TOKENS else ArrivalRace
+        self._race: Race = race_class(ids, plan.keep, plan.protected)
+        self._replicas: dict[str, _Replica] = {}
+        self._ranked: list[DrawId] = []  # winners that are not emitted yet, in order
+        self._emitted: list[DrawId] = []
+        self._held_scores: list[ScoreResponse] = []  # in a round that does not stream
+        self._first_at: float | None = None
+        self._filled_at: float | None = None  # enough groups complete to fill the step
+        self._decided_at: float | None = None
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        """Whether FinishRound has been returned."""
+        return self._over
+
+    @property
+    def complete_count(self) -> int:
+        """Groups that have all their responses."""
+        done = (GroupState.COMPLETE, GroupState.WON, GroupState.EMITTED)
+        return sum(group.state in done for group in self._groups.values())
+
+    @property
+    def launched_count(self) -> int:
+        """Groups of the round."""
+        return len(self._groups)
+
+    def outstanding(self) -> dict[DrawId, GroupState]:
+        """The groups that the round still waits for, for logs."""
+        done = (GroupState.EMITTED, GroupState.LOST)
+        return {i: g.state for i, g in self._groups.items() if g.state not in done}
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take one event; return the commands that it causes. Raises UnknownDrawError."""
+        if self._over:
+            return []
+        if self._first_at is None:
+            self._first_at = event.at
+        commands = self._take(event)
+        commands += self._settle(event.at)
+        commands += self._launch()
+        commands += self._emit()
+        if len(self._emitted) == self._plan.keep:
+            self._over = True
+            commands.append(self._outcome(event.at))
+        return commands
+
+    def _take(self, event: Event) -> list[Command]:
+        match event:
+            case ReplicaJoined():
+                self._replica_joined(event)
+            case ReplicaLost():
+                self._replica_lost(event)
+            case GroupInterrupted():
+                self._interrupted(self._group(event.draw))
+            case ProgressReported():
+                self._progress(event)
+            case ResponseFinished():
+                return self._finished(event)
+            case ResponseScored():
+                self._group(event.draw).rewards[event.index] = event.reward
+            case GroupRestored():
+                self._restored(event)
+        return []
+
+    def _replica_joined(self, event: ReplicaJoined) -> None:
+        known = self._replicas.setdefault(event.replica_id, _Replica(event.response_capacity))
+        known.capacity = event.response_capacity
+
+    def _replica_lost(self, event: ReplicaLost) -> None:
+        replica = self._replicas.pop(event.replica_id, None)
+        if replica is None:
+            return
+        for draw in [i for i in self._groups if i in replica.running]:  # in launch order
+            self._interrupted(self._groups[draw])
+
+    def _interrupted(self, group: _Group) -> None:
+        if group.state is not GroupState.RUNNING:
+            return
+        self._release(group)
+        group.state = GroupState.WAITING
+        group.aborted_tokens += group.running_tokens
+        group.running_tokens = 0
+        self._waiting.insert(0, group.draw.id)
+
+    def _progress(self, event: ProgressReported) -> None:
+        group = self._group(event.draw)
+        if group.state is not GroupState.RUNNING:
+            return
+        group.longest_tokens = max(group.longest_tokens, event.longest_tokens)
+        group.running_tokens = max(0, event.total_tokens - group.launch_finished_tokens)
+        self._race.progress(event.draw, group.longest_tokens)
+
+    def _finished(self, event: ResponseFinished) -> list[Command]:
+        group = self._group(event.draw)
+        if group.state is not GroupState.RUNNING or event.index in group.finished:
+            return []
+        self._replicas[group.replica_id].used -= 1
+        group.finished[event.index] = event.tokens
+        group.launch_finished_tokens += event.tokens
+        group.running_tokens = max(0, group.running_tokens - event.tokens)
+        group.longest_tokens = max(group.longest_tokens, event.tokens)
+        self._race.progress(event.draw, group.longest_tokens)
+        commands = self._score(ScoreResponse(event.draw, event.index))
+        if len(group.finished) == self._rules.responses_per_prompt:
+            commands += self._complete(group, event.at)
+        return commands
+
+    def _complete(self, group: _Group, at: float) -> list[Command]:
+        surplus = group.response_count > len(group.finished)
+        self._release(group)
+        group.state = GroupState.COMPLETE
+        if surplus:
+            group.aborted_tokens += group.running_tokens
+        group.running_tokens = 0
+        self._race.complete(group.draw.id, max(group.finished.values()))
+        if self._filled_at is None and self.complete_count >= self._plan.keep:
+            self._filled_at = at
+        return [AbortGroup(group.draw.id)] if surplus else []
+
+    def _score(self, command: ScoreResponse) -> list[Command]:
+        if self._rules.streams:
+            return [command]
+        self._held_scores.append(command)
+        return []
+
+    def _restored(self, event: GroupRestored) -> None:
+        group = self._group(event.draw)
+        if group.state is not GroupState.WAITING:
+            return
+        self._waiting.remove(event.draw)
+        group.finished = dict(enumerate(event.response_tokens))
+        group.rewards = dict.fromkeys(group.finished)
+        group.state = GroupState.EMITTED
+        self._emitted.append(event.draw)
+        self._race.complete(event.draw, max(event.response_tokens, default=0))
+
+    def _settle(self, at: float) -> list[Command]:
+        """Carry out what the race has decided."""
+        for draw in self._race.take_winners():
+            group = self._groups[draw]
+            if group.state is GroupState.COMPLETE:
+                group.state = GroupState.WON
+                self._ranked.append(draw)
+        commands: list[Command] = []
+        for draw in self._race.take_losers():
+            commands += self._lose(self._groups[draw])
+        if self._decided_at is None and len(self._ranked) + len(self._emitted) == self._plan.keep:
+            self._decided_at = at
+            commands += self._held_scores
+            self._held_scores = []
+        return commands
+
+    def _lose(self, group: _Group) -> list[Command]:
+        was_running = group.state is GroupState.RUNNING
+        if group.state is GroupState.WAITING:
+            self._waiting.remove(group.draw.id)
+        self._release(group)
+        group.state = GroupState.LOST
+        return [AbortGroup(group.draw.id)] if was_running else []
+
+    def _launch(self) -> list[Command]:
+        """Fill the replicas: the next waiting group goes to the one with the most room."""
+        commands: list[Command] = []
+        while self._waiting:
+            group = self._groups[self._waiting[0]]
+            indices = group.missing()
+            replica_id = self._roomiest_replica(len(indices))
+            if replica_id is None:
+                break
+            del self._waiting[0]
+            group.state, group.replica_id = GroupState.RUNNING, replica_id
+            group.launch_finished_tokens = 0
+            self._replicas[replica_id].running.add(group.draw.id)
+            self._replicas[replica_id].used += len(indices)
+            commands.append(LaunchGroup(group.draw.id, replica_id, indices))
+        return commands
+
+    def _roomiest_replica(self, responses: int) -> str | None:
+        """An idle replica takes any group, however small its capacity."""
+        if not self._replicas:
+            return None
+        name, best = max(self._replicas.items(), key=lambda item: (item[1].room(), item[0]))
+        return name if best.room() >= responses or not best.running else None
+
+    def _release(self, group: _Group) -> None:
+        replica = self._replicas.get(group.replica_id)
+        if replica is not None and group.draw.id in replica.running:
+            replica.running.discard(group.draw.id)
+            replica.used -= len(group.missing())
+
+    def _emit(self) -> list[Command]:
+        commands: list[Command] = []
+        in_order = self._rules.race is RaceKind.TOKENS
+        for draw in list(self._ranked):
+            group = self._groups[draw]
+            if not group.finished.keys() <= group.rewards.keys():
+                if in_order:
+                    break
+                continue
+            indices = tuple(sorted(group.finished))
+            advantages = group_relative([group.rewards[index] for index in indices])
+            group.state = GroupState.EMITTED
+            self._ranked.remove(draw)
+            self._emitted.append(draw)
+            commands.append(EmitGroup(draw, indices, tuple(advantages)))
+        return commands
+
+    def _outcome(self, at: float) -> FinishRound:
+        start = self._first_at if self._first_at is not None else at
+        decided = self._decided_at if self._decided_at is not None else at
+        filled = self._filled_at if self._filled_at is not None else decided
+        lost = [g for g in self._groups.values() if g.state is not GroupState.EMITTED]
+        return FinishRound(
+            winners=tuple(self._emitted),
+            deferred=tuple(self._deferred(group) for group in lost),
+            generated_tokens=sum(
+                sum(g.finished.values()) + g.running_tokens + g.aborted_tokens
+                for g in self._groups.values()
+            ),
+            rollout_seconds=decided - start,
+            race_wait_seconds=max(0.0, decided - filled),
+        )
+
+    def _deferred(self, group: _Group) -> DeferredDraw:
+        """The draw one level up. Responses of one launch run in step: each has the mean so far."""
+        old = group.draw
+        level = min(old.level + 1, self._rules.levels)
+        missing = len(group.missing())
+        so_far = group.running_tokens // missing if missing else 0
+        kept = range(self._rules.responses_per_prompt)
+        return DeferredDraw(
+            draw=Draw(old.epoch, old.prompt_id, old.seeds, level, old.first_step),
+            response_tokens=tuple(group.finished.get(index, so_far) for index in kept),
+            finished=tuple(index in group.finished for index in kept),
+        )
+
+    def _group(self, draw: DrawId) -> _Group:
+        try:
+            return self._groups[draw]
+        except KeyError:
+            raise UnknownDrawError(f"draw {draw} is not in round {self._plan.step}") from None
