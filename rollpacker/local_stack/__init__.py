@@ -1,1 +1,6 @@
-"""The services and their Redis as child processes on this machine."""
+"""The services and their Redis as child processes on this machine: `LocalStack`."""
+
+from rollpacker.local_stack.stack import LocalStack
+from rollpacker.local_stack.supervisor import StackError
+
+__all__ = ["LocalStack", "StackError"]

@@ -1,0 +1,38 @@
+"""Becomes another program that dies with its parent: `child.py PARENT COMMAND...`.
+
+The kernel is asked to kill this process when its parent ends, however that ends; then the process
+becomes COMMAND (exec keeps the request). PARENT is the parent's process id, so that a parent that
+died before the request was made is noticed; "any" takes whoever the parent is now. It is run as a
+file by a bare interpreter and imports the standard library only, so it costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_IS_GONE = 1  # exit status
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when `parent` ends; exits if it has already ended (Linux only)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit(_PARENT_IS_GONE)
+
+
+def main(parent: str, *command: str) -> None:
+    """Never returns: becomes `command`. Raises OSError when it cannot be run."""
+    die_with_parent(os.getppid() if parent == "any" else int(parent))
+    os.execvp(command[0], command)  # noqa: S606  no shell is wanted
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
