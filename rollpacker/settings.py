@@ -126,8 +126,11 @@ class RewardSettings(Section):
     """How responses are scored."""
 
     grader: Literal["math", "reasoning_gym"] = "math"
-    attempts: int = Field(5, ge=1, description="tries before a response goes without a reward")
+    attempts: int = Field(3, ge=1, description="failures before a response goes without a reward")
     timeout_seconds: float = Field(60, gt=0, description="deadline of one try")
+    unavailable_seconds: float = Field(
+        300, gt=0, description="how long to wait for a reward service that is away or busy"
+    )
 
 
 class TrainerSettings(Section):

@@ -105,6 +105,15 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class DeferredDraw:
+    """A draw in the long-prompt queue, with how far its responses were when it lost the race."""
+
+    draw: Draw
+    response_tokens: tuple[int, ...]  # so far, in order of index
+    finished: tuple[bool, ...]  # whether the response had ended by itself
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A run of tokens by one author."""
 

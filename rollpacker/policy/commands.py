@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollpacker.types import Draw, DrawId
+from rollpacker.types import DeferredDraw, DrawId
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,6 @@ class EmitGroup:
     draw: DrawId
     indices: tuple[int, ...]
     advantages: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredDraw:
-    """A draw that lost the race, at its new level, with how far its responses were."""
-
-    draw: Draw
-    response_tokens: tuple[int, ...]  # so far, in order of index
-    finished: tuple[bool, ...]  # whether the response had ended by itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from rollpacker.policy.advantages import group_relative
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
-    DeferredDraw,
     EmitGroup,
     FinishRound,
     LaunchGroup,
@@ -45,7 +44,7 @@ from rollpacker.policy.events import (
 )
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
-from rollpacker.types import Draw, DrawId
+from rollpacker.types import DeferredDraw, Draw, DrawId
 
 
 class GroupState(enum.Enum):

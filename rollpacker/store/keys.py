@@ -3,21 +3,24 @@
 | key                                | type   | holds                                              |
 |------------------------------------|--------|----------------------------------------------------|
 | rollpacker:runs                    | zset   | run ids by creation time                           |
-| rollpacker:{run}:state             | hash   | the commit point, changed by scripts only          |
-| rollpacker:{run}:deferred:{level}  | list   | deferred draws, oldest first; changed by commits   |
+| rollpacker:{run}:state             | hash   | the commit point: fence, step, status, stop_mode,  |
+|                                    |        | failure, state (JSON); changed by scripts only     |
+| rollpacker:{run}:deferred:{level}  | list   | deferred draws, oldest first; changed by scripts   |
 | rollpacker:{run}:step:{n}:samples  | stream | prompt groups, consumer group `trainer`            |
+| rollpacker:{run}:step:{n}:outcome  | string | what step n will commit; written before FinishStep |
 | rollpacker:{run}:step:{n}:result   | string | what FinishStep(n) returned                        |
 | rollpacker:{run}:steps             | zset   | committed step records, by step                    |
+| rollpacker:{run}:superseded_steps  | list   | records of steps that a rewind undid               |
 | rollpacker:{run}:events            | stream | for WatchRun                                       |
-| rollpacker:coordinator_lease       | string | who coordinates; NX PX                             |
-| rollpacker:coordinator_fence       | string | counter: the newest fencing number                 |
+| rollpacker:{coordinator}:lease     | string | who coordinates; NX PX                             |
+| rollpacker:{coordinator}:fence     | string | counter: the newest fencing number                 |
 """
 
 from __future__ import annotations
 
 RUNS = "rollpacker:runs"
-COORDINATOR_LEASE = "rollpacker:coordinator_lease"
-COORDINATOR_FENCE = "rollpacker:coordinator_fence"
+COORDINATOR_LEASE = "rollpacker:{coordinator}:lease"
+COORDINATOR_FENCE = "rollpacker:{coordinator}:fence"
 TRAINER_GROUP = "trainer"  # consumer group of the sample streams
 
 
@@ -37,12 +40,20 @@ def step_samples(run_id: str, step: int) -> str:
     return _key(run_id, "step", step, "samples")
 
 
+def step_outcome(run_id: str, step: int) -> str:
+    return _key(run_id, "step", step, "outcome")
+
+
 def step_result(run_id: str, step: int) -> str:
     return _key(run_id, "step", step, "result")
 
 
 def steps(run_id: str) -> str:
     return _key(run_id, "steps")
+
+
+def superseded_steps(run_id: str) -> str:
+    return _key(run_id, "superseded_steps")
 
 
 def events(run_id: str) -> str:

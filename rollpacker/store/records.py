@@ -1,0 +1,130 @@
+"""What Redis keeps of a run, as values, and their JSON.
+
+`RunState` is the commit point of a run: together with the weights that it names and the data set,
+it determines everything that follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
+
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the committed steps of a run."""
+
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    deferrals: int = 0  # draws put into the queue, each time counted
+    trained_groups: int = 0
+    trained_lengths: Mapping[int, int] = field(default_factory=dict)  # tokens -> responses
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The commit point."""
+
+    run_id: str
+    settings: Mapping[str, Any]
+    create_time: float  # seconds since the Unix epoch
+    status: str = "running"  # running, stopping, succeeded, failed, stopped
+    step: int = 0  # steps committed; the number of the next one
+    weight_version: int = 0
+    weights_uri: str = ""
+    cursor: Mapping[str, int] = field(default_factory=lambda: {"epoch": 0, "position": 0})
+    deferred: tuple[DeferredDraw, ...] = ()  # oldest first within a level
+    totals: Totals = Totals()
+    failure: str = ""
+    stop_mode: str = ""  # "", after_step, drain, immediately
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a finished round means for the run, fixed before the optimizer update.
+
+    It is written before FinishStep, so that a crash between the update and the commit changes
+    nothing: the same draws are finished and the same state is committed.
+    """
+
+    draws: tuple[Draw, ...]  # trained, in order
+    next_state: RunState  # without the weights' new place
+    record: StepRecord  # without what training and commit still add
+
+
+def draw_to_json(draw: Draw) -> dict[str, Any]:
+    return dataclasses.asdict(draw)
+
+
+def draw_from_json(values: Mapping[str, Any]) -> Draw:
+    return Draw(**{**values, "seeds": tuple(values["seeds"])})
+
+
+def deferred_to_json(deferred: DeferredDraw) -> dict[str, Any]:
+    return dataclasses.asdict(deferred)
+
+
+def deferred_from_json(values: Mapping[str, Any]) -> DeferredDraw:
+    return DeferredDraw(
+        draw=draw_from_json(values["draw"]),
+        response_tokens=tuple(values["response_tokens"]),
+        finished=tuple(values["finished"]),
+    )
+
+
+def state_to_json(state: RunState) -> str:
+    """The whole state; also the run snapshot that a checkpoint carries."""
+    return json.dumps({**dataclasses.asdict(state), "layout_version": LAYOUT_VERSION})
+
+
+def state_from_json(text: str | bytes) -> RunState:
+    """Raises ValueError for a layout that this version cannot read."""
+    values = json.loads(text)
+    layout = values.pop("layout_version", None)
+    if layout != LAYOUT_VERSION:
+        raise ValueError(
+            f"run state has layout {layout}, this version reads {LAYOUT_VERSION};"
+            " finish the run with the version that started it"
+        )
+    totals = values.pop("totals")
+    lengths = {int(length): count for length, count in totals.pop("trained_lengths").items()}
+    deferred = tuple(deferred_from_json(item) for item in values.pop("deferred"))
+    return RunState(**values, deferred=deferred, totals=Totals(**totals, trained_lengths=lengths))
+
+
+def record_to_json(record: StepRecord) -> str:
+    values = dataclasses.asdict(record)
+    return json.dumps({**values, "round_kind": record.round_kind.value})
+
+
+def record_from_json(text: str | bytes) -> StepRecord:
+    values = json.loads(text)
+    draws = tuple(draw_from_json(draw) for draw in values.pop("draws"))
+    kind = RoundKind(values.pop("round_kind"))
+    return StepRecord(**values, round_kind=kind, draws=draws)
+
+
+def outcome_to_json(outcome: StepOutcome) -> str:
+    return json.dumps(
+        {
+            "draws": [draw_to_json(draw) for draw in outcome.draws],
+            "next_state": state_to_json(outcome.next_state),
+            "record": record_to_json(outcome.record),
+        }
+    )
+
+
+def outcome_from_json(text: str | bytes) -> StepOutcome:
+    values = json.loads(text)
+    return StepOutcome(
+        draws=tuple(draw_from_json(draw) for draw in values["draws"]),
+        next_state=state_from_json(values["next_state"]),
+        record=record_from_json(values["record"]),
+    )

@@ -1,0 +1,162 @@
+"""The commit point of a run, against a real Redis server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from redis.asyncio import Redis
+
+from rollpacker.store import keys
+from rollpacker.store.lease import CoordinatorLease
+from rollpacker.store.records import RunState, StepOutcome, Totals, state_from_json, state_to_json
+from rollpacker.store.run_store import (
+    RunStore,
+    StaleFenceError,
+    StepMismatchError,
+    list_run_ids,
+)
+from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
+
+DRAW = Draw(0, "p1", (2**63 - 1, 5), level=1, first_step=3)
+QUEUE = (
+    DeferredDraw(DRAW, (10, 20), (False, True)),
+    DeferredDraw(dataclasses.replace(DRAW, prompt_id="p2", level=2), (1, 2), (True, True)),
+)
+STATE = RunState("demo", {"seed": 1}, create_time=12.5)
+
+
+def after_step(state: RunState) -> RunState:
+    totals = Totals(trained_tokens=7, trained_lengths={3: 2, 9: 1})
+    return dataclasses.replace(
+        state, step=state.step + 1, weight_version=state.step + 1, deferred=QUEUE, totals=totals
+    )
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, RoundKind.SHORT, 0, 1.0, 2.0, 3.0, step + 1, (DRAW,), {"loss": 0.5})
+
+
+async def committed(redis: Redis, steps: int = 1) -> tuple[RunStore, RunState]:
+    store, state = RunStore(redis, "demo"), STATE
+    await store.create(state)
+    for step in range(steps):
+        state = after_step(state)
+        await store.commit(1, state, record(step))
+    return store, state
+
+
+async def test_a_committed_state_is_read_back_whole(redis_client: Redis) -> None:
+    store, state = await committed(redis_client)
+    assert await store.load() == state
+    assert await store.records_before(10, 5) == [record(0)]
+    assert await list_run_ids(redis_client) == ["demo"]
+
+
+async def test_creating_a_run_again_changes_nothing(redis_client: Redis) -> None:
+    store, state = await committed(redis_client)
+    await store.create(dataclasses.replace(STATE, settings={"seed": 2}))
+    assert await store.load() == state
+
+
+async def test_an_unknown_run_has_no_state(redis_client: Redis) -> None:
+    assert await RunStore(redis_client, "nobody").load() is None
+
+
+async def test_a_stale_coordinator_commits_nothing(redis_client: Redis) -> None:
+    store, state = await committed(redis_client)
+    await store.claim(7)
+    with pytest.raises(StaleFenceError):
+        await store.commit(6, after_step(state), record(1))
+    with pytest.raises(StaleFenceError):
+        await store.set_status(6, "failed")
+    with pytest.raises(StaleFenceError):
+        await store.claim(6)
+    assert await store.load() == state
+
+
+async def test_a_repeated_commit_has_no_effect_and_another_one_is_refused(
+    redis_client: Redis,
+) -> None:
+    store, state = await committed(redis_client)
+    await store.commit(1, state, record(0))
+    assert await store.load() == state
+    assert len(await store.records_before(10, 10)) == 1
+    with pytest.raises(StepMismatchError):
+        await store.commit(1, state, dataclasses.replace(record(0), level=2))
+    with pytest.raises(StepMismatchError):
+        await store.commit(1, state, record(5))
+
+
+async def test_a_rewind_restores_state_and_queue_and_supersedes_later_records(
+    redis_client: Redis,
+) -> None:
+    store, _ = await committed(redis_client, steps=3)
+    snapshot = after_step(STATE)
+    await redis_client.set(keys.step_result("demo", 2), b"x")
+    await store.save_outcome(1, StepOutcome((DRAW,), snapshot, record(1)))
+    await store.rewind(2, state_from_json(state_to_json(snapshot)))
+    assert await store.load() == snapshot
+    assert [r.step for r in await store.records_before(10, 10)] == [0]
+    assert await redis_client.llen(keys.superseded_steps("demo")) == 2
+    assert await store.outcome(1) is None
+    assert await redis_client.get(keys.step_result("demo", 2)) is None
+    await store.commit(2, after_step(snapshot), record(1))
+
+
+async def test_an_outcome_survives_until_it_is_forgotten(redis_client: Redis) -> None:
+    store, state = await committed(redis_client)
+    outcome = StepOutcome((DRAW,), after_step(state), record(1))
+    assert await store.outcome(1) is None
+    await store.save_outcome(1, outcome)
+    assert await store.outcome(1) == outcome
+    await store.forget_step(1)
+    assert await store.outcome(1) is None
+
+
+async def test_every_commit_and_status_is_an_event_in_order(redis_client: Redis) -> None:
+    store, _ = await committed(redis_client, steps=2)
+    await store.set_status(1, "succeeded")
+    events = await store.read_events("0-0", 0.1)
+    assert [(e.kind, e.record.step if e.record else None) for e in events] == [
+        ("step", 0),
+        ("step", 1),
+        ("run", None),
+    ]
+    assert await store.read_events(events[1].revision, 0.1) == events[2:]
+    assert await store.last_revision() == events[-1].revision
+
+
+async def test_a_status_survives_the_next_commit(redis_client: Redis) -> None:
+    store, state = await committed(redis_client)
+    await store.set_status(1, "stopping", stop_mode="drain")
+    await store.commit(1, after_step(state), record(1))
+    loaded = await store.load()
+    assert loaded is not None
+    assert (loaded.status, loaded.stop_mode, loaded.step) == ("stopping", "drain", 2)
+
+
+async def test_a_state_of_another_layout_is_refused_with_the_reason() -> None:
+    text = state_to_json(STATE).replace('"layout_version": 1', '"layout_version": 99')
+    with pytest.raises(ValueError, match="layout 99"):
+        state_from_json(text)
+
+
+async def test_one_coordinator_at_a_time_and_every_one_has_a_higher_fence(
+    redis_client: Redis,
+) -> None:
+    first = CoordinatorLease(redis_client, "a", seconds=60)
+    second = CoordinatorLease(redis_client, "b", seconds=60)
+    fence = await first.acquire()
+    assert fence is not None
+    assert await second.acquire() is None
+    assert await first.renew(fence)
+    again = await first.acquire()  # the same coordinator after a restart
+    assert again is not None
+    assert again > fence
+    assert not await first.renew(fence)
+    await first.release(again)
+    other = await second.acquire()
+    assert other is not None
+    assert other > again
+    assert not await first.renew(again)
