@@ -137,7 +137,7 @@ class TrainerSettings(Section):
     """The optimizer update."""
 
     loss: Literal["grpo"] = "grpo"
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = Field(1e-8, gt=0)

@@ -1,0 +1,77 @@
+"""Starts a trainer: `python -m services.trainer`, or N ranks of it under torchrun.
+
+Rank 0 serves gRPC and leads; the others follow until it lets them go, or until it is lost. The
+ranks join before gRPC starts, and nothing forks after that. SIGTERM goes to rank 0, which ends
+what it is doing and then releases the others; they ignore it themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import torch
+import uvloop
+from redis.asyncio import Redis
+
+from rollpacker.observability import set_up_logging
+from rollpacker.rpc.heartbeat import run_heartbeat
+from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2_grpc
+from services.trainer.leader import Leader
+from services.trainer.ranks import Ranks
+from services.trainer.replica import follow
+from services.trainer.server import TrainerServicer
+from services.trainer.session import Session
+from services.trainer.settings import TrainerServiceSettings
+
+_REDIS_TIMEOUT_SECONDS = 10.0  # above the longest blocking read
+_log = logging.getLogger("services.trainer")
+
+
+def main() -> None:
+    """Run until SIGTERM."""
+    settings = TrainerServiceSettings()
+    set_up_logging("trainer", settings.log_level)
+    torch.set_num_threads(settings.threads)
+    ranks = Ranks(settings.device, settings.rank_timeout_seconds)
+    _log.info("rank %d of %d on %s", ranks.rank, ranks.world_size, ranks.device)
+    try:
+        if ranks.is_leader:
+            uvloop.run(lead(settings, ranks))
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            follow(ranks)
+    finally:
+        ranks.close()
+
+
+async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
+    """The life of rank 0."""
+    leader = Leader(ranks)
+    redis = Redis.from_url(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
+    session = Session(redis, leader, settings.weights_root, settings.checkpoint_root)
+    servicer = TrainerServicer(session, ranks.world_size)
+    server = RpcServer(
+        settings.address,
+        ["rollpacker.v1.TrainerService"],
+        lambda grpc_server: trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(
+            servicer, grpc_server
+        ),
+    )
+
+    async def heartbeat() -> None:
+        await run_heartbeat(settings, coordinator_service_pb2.WORKER_KIND_TRAINER, server.address)
+
+    try:
+        await serve(
+            server, address_file=settings.address_file, background=[leader.watch, heartbeat]
+        )
+    finally:
+        await leader.close()
+        await redis.aclose()
+
+
+if __name__ == "__main__":
+    main()

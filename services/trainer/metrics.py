@@ -1,0 +1,35 @@
+"""The metrics of a step, by name; what FinishStep returns and metrics.jsonl keeps."""
+
+from __future__ import annotations
+
+from services.trainer.settings import OpenRunSettings
+from services.trainer.update import UpdateOutcome
+
+
+def step_metrics(
+    outcome: UpdateOutcome,
+    settings: OpenRunSettings,
+    *,
+    trained_responses: int,
+    accumulate_seconds: float,
+    update_seconds: float,
+) -> dict[str, float]:
+    """Names as in README.md. The times of checkpoint and publication are added later."""
+    sums = outcome.sums
+    padding = sums.padded_tokens - sums.real_tokens
+    return {
+        "loss": sums.loss / outcome.normaliser,
+        "grad_norm": outcome.grad_norm,
+        "entropy": sums.per_token(sums.entropy),
+        "mismatch_kl": sums.per_token(sums.mismatch_kl),
+        "mismatch_ratio_max": sums.mismatch_ratio_max,
+        "clip_fraction": sums.per_token(sums.clipped_tokens),
+        "trained_tokens": sums.trained_tokens,
+        "trained_responses": trained_responses,
+        "micro_batches": sums.micro_batches,
+        "padding_share": padding / sums.padded_tokens if sums.padded_tokens else 0.0,
+        "skipped_update": float(outcome.skipped),
+        "learning_rate": settings.learning_rate,
+        "accumulate_seconds": accumulate_seconds,
+        "update_seconds": update_seconds,
+    }

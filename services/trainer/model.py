@@ -1,0 +1,115 @@
+"""The model: loaded from a directory, sharded over the ranks, and read back whole.
+
+One process holds plain parameters; several hold FSDP2 shards of the same ones. Either way the
+gradients are sums over all ranks' tokens, never means. Master weights are float32 (float64 when
+the run asks for it); with `bfloat16` the forward and backward passes compute in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class ModelNotFoundError(Exception):
+    """There is no model in the directory that transformers can load; the message says why."""
+
+
+class PolicyModel:
+    """The policy that is trained. `module` is the transformers model."""
+
+    def __init__(
+        self, directory: Path, dtype: str, device: torch.device, mesh: DeviceMesh | None
+    ) -> None:
+        """Load from a directory of safetensors. Raises ModelNotFoundError."""
+        self.device = device
+        self.compute_dtype = _DTYPES[dtype]
+        master = torch.float64 if dtype == "float64" else torch.float32
+        self.module = _load(directory, master).to(device)
+        self._sharded = mesh is not None
+        if mesh is not None:
+            _shard(self.module, mesh, self.compute_dtype)
+
+    def logits(self, input_ids: Tensor, keep: int) -> Tensor:
+        """Logits [B, keep, V] of the last `keep` positions; input_ids [B, L] on the device.
+
+        Padding stands on the right: a causal model never looks at it from a real token, so no
+        attention mask is needed.
+        """
+        with self._precision():
+            output = self.module(input_ids=input_ids, use_cache=False, logits_to_keep=keep)
+        return cast(Tensor, output.logits)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All trained parameters, each once, in a fixed order."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of every weight in the compute dtype, on the CPU, tied ones once.
+
+        Collective: all ranks iterate to the end.
+        """
+        seen: set[int] = set()
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            value = tensor.detach()
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if whole.is_floating_point():
+                whole = whole.to(self.compute_dtype)
+            yield name, whole.cpu().contiguous()
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """FSDP casts by its own policy; one process needs autocast for bfloat16."""
+        if self._sharded or self.compute_dtype != torch.bfloat16:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
+    if not (directory / "config.json").is_file():
+        raise ModelNotFoundError(f"no config.json in {directory}; give a transformers directory")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{directory} cannot be loaded: {error}") from error
+    module.train(False)  # no dropout; gradients flow all the same
+    return cast(nn.Module, module)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2 over each decoder layer and the rest, with sums instead of means.
+
+    gloo has no pre-multiplied sum, so the division is switched off by forcing plain sums; that
+    must be said to every FSDP module, not to the root alone.
+    """
+    policy = MixedPrecisionPolicy()
+    if compute_dtype == torch.bfloat16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in cast(Any, module).base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)

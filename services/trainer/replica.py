@@ -1,0 +1,184 @@
+"""One rank of the trainer: it executes commands, all of which come from the leader.
+
+    leader's session --command per rank--> Leader (leader.py) --scatter--> follow() on the others
+                                              |                                |
+                                              +---- Replica.execute(command) --+
+
+Every rank executes the same kinds of command in the same order, so collectives always meet. A
+command's values may differ by rank (each gets its own micro-batches); its result is the leader's.
+
+States of a replica: *empty*, *open* (a model and an optimizer; the sums of at most one step).
+A refusal (the model cannot be loaded) is agreed on by all ranks and raised on all of them, and
+leaves the replica empty. Any other exception means that this rank's state cannot be trusted: it
+ends the process, and the run goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from services.trainer import checkpoint
+from services.trainer.model import ModelNotFoundError, PolicyModel
+from services.trainer.packing import Window
+from services.trainer.ranks import Ranks
+from services.trainer.settings import OpenRunSettings
+from services.trainer.step_accumulator import StepAccumulator
+from services.trainer.update import UpdateOutcome, apply_update, make_optimizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Load the model, and the state of a checkpoint if one is named. Raises ModelNotFoundError."""
+
+    model_directory: Path
+    settings: OpenRunSettings
+    temperature: float
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add a window to the sums."""
+
+    window: Window
+
+
+@dataclass(frozen=True, slots=True)
+class DropSums:
+    """Forget the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Apply the sums; returns an UpdateOutcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTensors:
+    """Write model and optimizer into an empty directory."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Put all weights together on the leader; returns WholeWeights there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Nothing; shows that every rank is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The last command."""
+
+
+Command = Open | Accumulate | DropSums | Update | SaveTensors | GatherWeights | Ping | Shutdown
+
+
+@dataclass(frozen=True, slots=True)
+class WholeWeights:
+    """All weights on the CPU in the compute dtype, and the transformers config beside them."""
+
+    tensors: dict[str, Tensor]
+    config: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What an open replica holds."""
+
+    model: PolicyModel
+    optimizer: torch.optim.Optimizer
+    accumulator: StepAccumulator
+    settings: OpenRunSettings
+
+
+class Replica:
+    """This rank's part of the trainer. Used from one thread only."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._run: _Run | None = None
+
+    def execute(self, command: Command) -> object:
+        """Do what a command says and return its result."""
+        match command:
+            case Open():
+                self._open(command)
+            case Accumulate(window):
+                for batch in window.micro_batches:
+                    self._opened.accumulator.add(batch)
+            case DropSums():
+                self._opened.accumulator.drop()
+            case Update():
+                return self._update()
+            case SaveTensors(directory):
+                run = self._opened
+                checkpoint.save_tensors(directory, run.model.module, run.optimizer)
+            case GatherWeights():
+                return self._gather()
+            case Ping() | Shutdown():
+                pass
+        return None
+
+    @property
+    def _opened(self) -> _Run:
+        assert self._run is not None, "the leader sends Open first"
+        return self._run
+
+    def _open(self, command: Open) -> None:
+        self._run = None  # frees the memory of the last run
+        failure: ModelNotFoundError | None = None
+        try:
+            model = PolicyModel(
+                command.model_directory,
+                command.settings.dtype,
+                self._ranks.device,
+                self._ranks.mesh,
+            )
+        except ModelNotFoundError as error:
+            failure = error
+        failures = self._ranks.sum(torch.tensor(float(failure is not None))).item()
+        if failure or failures:
+            raise failure or ModelNotFoundError("another rank could not load the model")
+        optimizer = make_optimizer(model, command.settings)
+        if command.checkpoint is not None:
+            checkpoint.load_tensors(command.checkpoint, model.module, optimizer)
+        accumulator = StepAccumulator(model, command.settings, command.temperature, self._ranks)
+        self._run = _Run(model, optimizer, accumulator, command.settings)
+
+    def _update(self) -> UpdateOutcome:
+        run = self._opened
+        return apply_update(run.model, run.optimizer, run.accumulator, run.settings)
+
+    def _gather(self) -> WholeWeights:
+        model = self._opened.model
+        tensors = {name: tensor for name, tensor in model.whole_tensors() if self._ranks.is_leader}
+        config = cast(Any, model.module).config
+        config.dtype = model.compute_dtype
+        return WholeWeights(tensors, config)
+
+
+def follow(ranks: Ranks) -> None:
+    """The life of a rank that is not the leader: execute commands until Shutdown."""
+    ranks.enter_thread()
+    replica = Replica(ranks)
+    while True:
+        command: Command = ranks.scatter(None)
+        try:
+            replica.execute(command)
+        except ModelNotFoundError as error:
+            _log.warning("rank %d: %s", ranks.rank, error)
+        if isinstance(command, Shutdown):
+            return

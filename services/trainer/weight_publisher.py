@@ -1,0 +1,105 @@
+"""Published weights of one run: `{weights_root}/{run_id}/step_{weight_version:06d}/`.
+
+A published directory is what `transformers` and every engine load: safetensors, config.json, the
+generation config and tokenizer files of the initial model, and `manifest.json` with the size and
+SHA-256 of each file. It is written aside and renamed, so a directory under its final name is
+whole; it is replaced whole or not at all. The last few versions stay, for engines that still
+read them.
+
+Nothing is fsynced: the checkpoint is what survives a power loss, and OpenRun publishes its
+weights again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+_PREFIX = "step_"
+_KEEP = 4
+_COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
+
+
+class WeightPublisher:
+    """Publishes the weight versions of one run; used by the leader alone."""
+
+    def __init__(self, directory: Path, model_directory: Path) -> None:
+        """`directory` is the run's own below the weights root; tokenizers come from the model."""
+        self._directory = directory
+        self._model_directory = model_directory
+
+    def uri(self, weight_version: int) -> str:
+        """file:// URI of a version, published or not."""
+        return self._path(weight_version).absolute().as_uri()
+
+    def publish(self, weight_version: int, tensors: dict[str, Tensor], config: Any) -> str:
+        """Write one version and return its URI. Deletes old ones, and all newer ones.
+
+        `tensors` are whole, on the CPU, tied ones once; `config` is the transformers config.
+        Repeat: replaces the version.
+        """
+        aside = self._directory / f".partial-{weight_version:06d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(aside)
+        self._copy_companions(aside)
+        _write_manifest(aside, weight_version)
+        final = self._path(weight_version)
+        if final.exists():
+            replaced = self._directory / f".replaced-{weight_version:06d}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+            aside.rename(final)
+            shutil.rmtree(replaced)
+        else:
+            aside.rename(final)
+        self._prune(final)
+        return self.uri(weight_version)
+
+    def _path(self, weight_version: int) -> Path:
+        return self._directory / f"{_PREFIX}{weight_version:06d}"
+
+    def _copy_companions(self, aside: Path) -> None:
+        for pattern in _COPIED:
+            for path in sorted(self._model_directory.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, aside / path.name)
+
+    def _prune(self, newest: Path) -> None:
+        """Versions above the newest belong to a past that was rewound."""
+        paths = sorted(self._directory.glob(f"{_PREFIX}[0-9]*"))
+        kept = [path for path in paths if path <= newest][-_KEEP:]
+        for path in paths:
+            if path not in kept:
+                shutil.rmtree(path)
+
+
+def _write_manifest(directory: Path, weight_version: int) -> None:
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(directory.iterdir())
+    }
+    manifest = {"weight_version": weight_version, "files": files}
+    text = json.dumps(manifest, indent=1)
+    (directory / "manifest.json").write_text(text, encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
