@@ -4,6 +4,11 @@ An engine serves one set of weights at a time. A response is a pure function of 
 seed, sampling parameters), whatever else is in the batch and however often it was preempted,
 moved or replayed. All methods are called from one asyncio event loop; an engine may compute
 elsewhere (a thread, a child process), but results arrive on that loop.
+
+    EngineError                 the engine failed, or was asked at the wrong moment
+     +- PromptTooLongError      prompt and cap together can never fit
+     +- WeightsNotFoundError    no complete weights at the given place
+     +- InvalidRequestError     something of the request must change; `field` says what
 """
 
 from __future__ import annotations
@@ -28,11 +33,20 @@ class WeightsNotFoundError(EngineError):
     """No complete weights at the given place."""
 
 
+class InvalidRequestError(EngineError):
+    """The engine can never serve this request; `field` is the part of it to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One response to sample."""
 
-    request_id: str
+    request_id: str  # unique among the requests that run
     prompt_token_ids: tuple[int, ...]  # requests of one `generate` call share it
     seed: int  # 63 bits
     temperature: float
@@ -54,14 +68,14 @@ class GenerationResult:
     finish_reason: FinishReason  # INTERRUPTED when aborted
     carried_token_count: int
     near_tie_count: int  # carried ones included
-    slot: int
+    slot: int  # -1 if it never ran
     start_time: float  # seconds since the Unix epoch
     end_time: float
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationProgress:
-    """How far the requests of one `generate` call are."""
+    """How far the requests of one `generate` call are; carried tokens count."""
 
     longest_response_tokens: int
     total_response_tokens: int
@@ -80,12 +94,21 @@ class Engine(Protocol):
         """Whether a seed gives the same response whatever else runs."""
         ...
 
-    async def load_weights(self, directory: Path, weight_version: int) -> None:
+    async def load_weights(self, directory: Path, tensor_parallel_size: int = 0) -> None:
         """Serve the weights of a Hugging Face model directory (config.json, *.safetensors).
 
         The first call builds the model; later calls swap weights in place (same architecture).
-        No request may be running. Every cache that depends on weights is dropped.
-        Raises WeightsNotFoundError; on any error the previous weights stay in force.
+        No request may be running (EngineError). Every cache that depends on weights is dropped.
+        `tensor_parallel_size` 0 leaves it as it is.
+        Raises WeightsNotFoundError, or InvalidRequestError (`weights_uri`,
+        `tensor_parallel_size`); on any error the previous weights stay in force.
+        """
+        ...
+
+    async def release(self) -> None:
+        """Give up the memory of weights and caches until the next `load_weights`.
+
+        No request may be running (EngineError). Releasing twice is fine.
         """
         ...
 
@@ -94,8 +117,10 @@ class Engine(Protocol):
     ) -> AsyncIterator[GenerationResult | GenerationProgress]:
         """Sample all requests (one prompt); yield each result as it finishes, progress between.
 
-        Progress comes at least once per `progress_interval_tokens` of the longest response.
-        Closing the iterator aborts what still runs. Raises PromptTooLongError, EngineError.
+        The requests are in the engine's hands once the first item is asked for: an `abort` or
+        `load_weights` that is called later sees them. Progress comes at least once per
+        `progress_interval_tokens` of the longest response. Closing the iterator aborts what still
+        runs. Raises PromptTooLongError, InvalidRequestError, EngineError.
         """
         ...
 
@@ -108,6 +133,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Load and counters now."""
+        ...
+
+    async def wait_failed(self) -> EngineError:
+        """Return why the engine is broken, once it is; a broken engine refuses everything."""
         ...
 
     async def close(self) -> None:
