@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import TypeVar
 
 import grpc
@@ -46,7 +46,7 @@ async def call(make: Callable[[], Awaitable[Result]]) -> Result:
         raise errors.from_rpc_error(error) from error
 
 
-async def stream(make: Callable[[], AsyncIterable[Result]]) -> AsyncIterator[Result]:
+async def stream(make: Callable[[], AsyncIterable[Result]]) -> AsyncGenerator[Result, None]:
     """The messages of one streaming call; raises ServiceError. Closing it cancels the call."""
     messages = make()
     try:

@@ -35,6 +35,7 @@ class RunState:
     run_id: str
     settings: Mapping[str, Any]
     create_time: float  # seconds since the Unix epoch
+    planned_steps: int = 0  # that data and max_steps allow in all
     status: str = "running"  # running, stopping, succeeded, failed, stopped
     step: int = 0  # steps committed; the number of the next one
     weight_version: int = 0

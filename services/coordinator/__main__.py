@@ -1,0 +1,38 @@
+"""`python -m services.coordinator`: the process."""
+
+from __future__ import annotations
+
+import uvloop
+
+from rollpacker.observability import set_up_logging
+from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.store.redis_client import connect
+from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from services.coordinator.runs import Runs
+from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
+from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.workers import WorkerRegistry
+
+
+async def main(settings: CoordinatorSettings) -> None:
+    """Serve until SIGTERM, SIGINT or the loss of the lease."""
+    redis = connect(settings.redis_url)
+    workers = WorkerRegistry(settings.worker_lease_seconds, settings.worker_wait_seconds)
+    runs = Runs(redis, settings, workers)
+    servicer = CoordinatorServicer(runs, workers)
+    server = RpcServer(
+        settings.address,
+        [SERVICE_NAME],
+        lambda target: add_CoordinatorServiceServicer_to_server(servicer, target),
+    )
+    try:
+        await serve(server, address_file=settings.address_file, background=[runs.run])
+    finally:
+        await workers.close()
+        await redis.aclose()
+
+
+if __name__ == "__main__":
+    settings = CoordinatorSettings()
+    set_up_logging("coordinator", settings.log_level)
+    uvloop.run(main(settings))

@@ -1,0 +1,394 @@
+"""The main loop of a run: plan, round, step, commit, until nothing is left.
+
+    state (Redis) -> tail_batching.plan -> Round (via CommandRunner) -> outcome (Redis)
+         ^                                   | groups: sample stream         |
+         +------- one fenced commit <- FinishStep (trainer) <----------------+
+
+Three durable points make a crash harmless: the groups in the step's sample stream stay winners;
+the outcome, written before FinishStep, fixes what the step trains and commits; the trainer's
+recorded result makes a repeated FinishStep return what was done. Resuming walks the same points in
+order, so the same draws are trained with the same seeds in the same steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from rollpacker.data.dataset import DataCursor
+from rollpacker.data.run_data import RunData
+from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.round import Round
+from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
+from rollpacker.sampling import response_seeds
+from rollpacker.settings import RunSettings
+from rollpacker.store.records import RunState, StepOutcome, state_from_json, state_to_json
+from rollpacker.store.run_store import RunStore
+from rollpacker.store.sample_stream import SampleStream
+from rollpacker.types import (
+    DeferredDraw,
+    Draw,
+    DrawId,
+    EngineSpec,
+    Prompt,
+    PromptGroup,
+    SamplingParameters,
+    StepRecord,
+    StepResult,
+)
+from rollpacker.v1 import trainer_service_pb2
+from services.coordinator.command_runner import CommandRunner, RoundContext, RoundResult
+from services.coordinator.modes import tail_batching_rules
+from services.coordinator.outputs import RunOutputs
+from services.coordinator.progress import RoundProgress
+from services.coordinator.replicas import ReplicaSet
+from services.coordinator.reward_client import RewardClient
+from services.coordinator.step_metrics import next_totals, round_metrics
+from services.coordinator.trainer_client import RewindError, TrainerClient
+from services.coordinator.validation import Validator
+from services.coordinator.workers import WorkerRegistry
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What a run is made of."""
+
+    run_id: str
+    settings: RunSettings
+    data: RunData
+    redis: Redis
+    workers: WorkerRegistry
+    outputs: RunOutputs
+    fence: int
+    on_progress: Callable[[RoundProgress], None]
+
+
+class RunDriver:
+    """Drives one run. `run` returns when the run has ended; cancel it to stop at once."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._rules = tail_batching_rules(context.settings)
+        self._store = RunStore(context.redis, context.run_id)
+        self._rewards = RewardClient(context.workers, context.settings.reward, context.run_id)
+        self._trainer = TrainerClient(
+            context.workers, context.settings, context.run_id, context.fence
+        )
+        self._sampling = sampling_parameters(context.settings, context.data)
+        self._validator = Validator(context, self._rewards, self._sampling)
+        self.stop_mode = ""
+
+    async def run(self) -> str:
+        """Go on from the commit point to the end; returns the final status.
+
+        Raises ServiceError, RoundFailedError, StaleFenceError: the run cannot go on here.
+        """
+        state = await self._resume()
+        while self.stop_mode != "after_step":
+            state = await self._validated(state)
+            try:
+                next_state = await self._step(state)
+            except RewindError as error:
+                next_state = await self._reconcile(state, error.opened)
+            if next_state is None:
+                break
+            state = next_state
+        ended_early = self.stop_mode == "after_step" or (
+            self.stop_mode == "drain" and self._new_prompts(state, stopping=False) > 0
+        )
+        if not ended_early or self.stop_mode == "drain":
+            await self._validate(state)
+        self._context.outputs.finish()
+        return "stopped" if ended_early else "succeeded"
+
+    async def abandon(self, step: int) -> None:
+        """After a cancelled `run`: let the trainer drop the open step."""
+        await self._trainer.abandon_step(step)
+
+    # --- resuming -----------------------------------------------------------------------------
+
+    async def _resume(self) -> RunState:
+        """Claim the run and bring state, trainer and outputs to one point."""
+        await self._store.claim(self._context.fence)
+        state = await self._load()
+        self.stop_mode = self.stop_mode or state.stop_mode
+        opened = await self._trainer.open_run()
+        state = await self._reconcile(state, opened)
+        if state.step:
+            await self._write_outputs(state.step - 1)
+        return state
+
+    async def _reconcile(
+        self, state: RunState, opened: trainer_service_pb2.OpenRunResponse
+    ) -> RunState:
+        """Make the state fit the trainer's weights: the same, one unfinished commit ahead, or
+        (its newest checkpoint is older or newer than the commit point) the checkpoint's own."""
+        version = opened.weight_version
+        if version == state.weight_version:
+            return dataclasses.replace(state, weights_uri=opened.weights_uri)
+        outcome = await self._store.outcome(state.step)
+        if version == state.weight_version + 1 and outcome is not None:
+            return state  # FinishStep is repeated and the step committed
+        if opened.run_snapshot_json:
+            snapshot = state_from_json(opened.run_snapshot_json)
+        else:
+            snapshot = RunState(
+                state.run_id, state.settings, state.create_time, state.planned_steps
+            )
+        _log.warning(
+            "run %s goes from step %d to step %d: the trainer's newest checkpoint is there",
+            state.run_id,
+            state.step,
+            snapshot.step,
+        )
+        snapshot = dataclasses.replace(
+            snapshot, status=state.status, stop_mode=state.stop_mode, weights_uri=opened.weights_uri
+        )
+        await self._store.rewind(self._context.fence, snapshot)
+        self._context.outputs.supersede_from(snapshot.step)
+        return snapshot
+
+    async def _load(self) -> RunState:
+        state = await self._store.load()
+        assert state is not None, "a run is created before it is driven"
+        return state
+
+    # --- one step -----------------------------------------------------------------------------
+
+    async def _step(self, state: RunState) -> RunState | None:
+        """Plan, roll out, train and commit one step; None when nothing is left."""
+        started = time.time()
+        outcome = await self._store.outcome(state.step)
+        if outcome is None:
+            planned = plan(self._rules, self._backlog(state))
+            if planned is None:
+                return None
+            outcome = await self._roll_out(state, planned, started)
+        self._report("training", outcome.record)
+        training_from = time.time()
+        result = await self._finish(state, outcome)
+        return await self._commit(outcome, result, time.time() - training_from)
+
+    def _backlog(self, state: RunState) -> Backlog:
+        deferred = tuple(item.draw for item in state.deferred)
+        new_prompts = self._new_prompts(state, stopping=self.stop_mode == "drain")
+        return Backlog(state.step, deferred, new_prompts)
+
+    def _new_prompts(self, state: RunState, *, stopping: bool) -> int:
+        if stopping:
+            return 0
+        cursor = DataCursor.from_json(state.cursor)
+        max_steps = self._settings.max_steps
+        return new_prompt_budget(
+            self._rules,
+            data_left=self._context.data.dataset.remaining(cursor),
+            deferred=len(state.deferred),
+            steps_left=max_steps - state.step if max_steps else None,
+        )
+
+    async def _roll_out(self, state: RunState, planned: RoundPlan, started: float) -> StepOutcome:
+        """Run the round; fix in Redis what the step will train and commit."""
+        draws, prompts, cursor = self._draws(state, planned)
+        stream = SampleStream(self._context.redis, self._context.run_id, state.step)
+        restored = await stream.read_all()
+        if self._rules.streams:
+            await self._trainer.start_step(state.step)
+        result = await self._run_round(state, planned, draws, prompts, restored, stream)
+        if not self._rules.streams:
+            await self._trainer.start_step(state.step)
+        outcome = self._outcome(state, planned, result, cursor, started)
+        await self._store.save_outcome(state.step, outcome)
+        return outcome
+
+    def _draws(
+        self, state: RunState, planned: RoundPlan
+    ) -> tuple[list[Draw], dict[DrawId, Prompt], DataCursor]:
+        """The draws of a round with their seeds, their prompts, and the cursor behind them."""
+        dataset = self._context.data.dataset
+        taken, cursor = dataset.take(DataCursor.from_json(state.cursor), planned.new_prompts)
+        seed, count = self._settings.seed, planned.response_count
+        queued = [
+            draw
+            if self._rules.keeps_seeds
+            else dataclasses.replace(
+                draw, seeds=response_seeds(seed, draw.id, count, attempt=draw.level)
+            )
+            for draw in planned.queued
+        ]
+        new = [
+            Draw(
+                epoch=epoch,
+                prompt_id=prompt.prompt_id,
+                seeds=response_seeds(seed, DrawId(epoch, prompt.prompt_id), count),
+                first_step=state.step,
+            )
+            for epoch, prompt in taken
+        ]
+        draws = [*queued, *new]
+        prompts = {draw.id: dataset.by_id(draw.prompt_id) for draw in draws}
+        return draws, prompts, cursor
+
+    async def _run_round(
+        self,
+        state: RunState,
+        planned: RoundPlan,
+        draws: Sequence[Draw],
+        prompts: dict[DrawId, Prompt],
+        restored: Sequence[PromptGroup],
+        stream: SampleStream,
+    ) -> RoundResult:
+        context = RoundContext(
+            run_id=self._context.run_id,
+            step=state.step,
+            fence=self._context.fence,
+            weight_version=state.weight_version,
+            sampling=self._sampling,
+            draws={draw.id: draw for draw in draws},
+            prompts=prompts,
+            tokenizer=self._context.data.tokenizer,
+        )
+        spec = EngineSpec(self._context.run_id, state.weight_version, state.weights_uri)
+        replicas = ReplicaSet(
+            self._context.workers,
+            spec,
+            self._context.fence,
+            needs_replay=self._rules.keeps_seeds and self._rules.levels > 0,
+        )
+
+        def on_progress(round_: Round) -> None:
+            self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
+
+        runner = CommandRunner(
+            Round(self._rules, planned, draws),
+            context,
+            replicas,
+            self._rewards,
+            stream.append,
+            on_progress,
+        )
+        return await runner.run(restored)
+
+    def _outcome(
+        self,
+        state: RunState,
+        planned: RoundPlan,
+        result: RoundResult,
+        cursor: DataCursor,
+        started: float,
+    ) -> StepOutcome:
+        finish, groups = result.finish, result.groups
+        after = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            weight_version=state.weight_version + 1,
+            weights_uri="",
+            cursor=cursor.to_json(),
+            deferred=_next_queue(state, planned, finish),
+            totals=next_totals(state.totals, groups, finish),
+        )
+        draws = tuple(group.draw for group in groups)
+        record = StepRecord(
+            step=state.step,
+            round_kind=planned.kind,
+            level=planned.level,
+            start_time=started,
+            rollout_end_time=time.time(),
+            end_time=0.0,
+            weight_version=after.weight_version,
+            draws=draws,
+            metrics=round_metrics(planned, groups, finish, after),
+        )
+        return StepOutcome(draws, after, record)
+
+    async def _finish(self, state: RunState, outcome: StepOutcome) -> StepResult:
+        tokens = outcome.next_state.totals.trained_tokens - state.totals.trained_tokens
+        snapshot = state_to_json(outcome.next_state)
+        return await self._trainer.finish_step(state.step, outcome.draws, snapshot, tokens)
+
+    async def _commit(
+        self, outcome: StepOutcome, result: StepResult, train_wait: float
+    ) -> RunState:
+        """Move the commit point; then write the outputs and drop what only the open step needed."""
+        now = time.time()
+        record = outcome.record
+        trained = sum(
+            length * count for length, count in outcome.next_state.totals.trained_lengths.items()
+        )
+        seconds = now - record.start_time
+        step_tokens = result.metrics.get("trained_tokens", 0.0)
+        metrics = {
+            **record.metrics,
+            **{f"trainer/{name}": value for name, value in result.metrics.items()},
+            "timing_s/step": seconds,
+            "timing_s/train_wait": train_wait,
+            "perf/trained_tokens": float(trained),
+            "perf/trained_tokens_per_second": step_tokens / seconds if seconds > 0 else 0.0,
+        }
+        record = dataclasses.replace(record, end_time=now, metrics=metrics)
+        state = dataclasses.replace(outcome.next_state, weights_uri=result.weights_uri)
+        await self._store.commit(self._context.fence, state, record)
+        await self._write_outputs(record.step)
+        _log.info(
+            "step %d (%s, level %d) is committed: reward %.3f, %d draws queued",
+            record.step,
+            record.round_kind.value,
+            record.level,
+            metrics["reward/mean"],
+            len(state.deferred),
+        )
+        return state
+
+    async def _write_outputs(self, step: int) -> None:
+        """Write a committed step's files, if its groups are still there; then drop the groups."""
+        stream = SampleStream(self._context.redis, self._context.run_id, step)
+        groups = {group.draw.id: group for group in await stream.read_all()}
+        record = await self._store.record(step)
+        if record is not None and groups:
+            ordered = [groups[draw.id] for draw in record.draws]
+            self._context.outputs.write_step(record, ordered)
+        await self._store.forget_step(step)
+
+    # --- held-out evaluation ------------------------------------------------------------------
+
+    async def _validated(self, state: RunState) -> RunState:
+        interval = self._settings.validation.interval
+        due = state.step == 0 or (interval > 0 and state.step % interval == 0)
+        if due and await self._store.outcome(state.step) is None:
+            await self._validate(state)
+        return state
+
+    async def _validate(self, state: RunState) -> None:
+        self._context.on_progress(RoundProgress(state.step, phase="validation"))
+        await self._validator.measure(state.weight_version, state.weights_uri)
+
+    def _report(self, phase: str, record: StepRecord) -> None:
+        self._context.on_progress(RoundProgress.of_record(record, phase))
+
+
+def sampling_parameters(settings: RunSettings, data: RunData) -> SamplingParameters:
+    """How training rounds sample; stop tokens default to the model's."""
+    sampling = settings.sampling
+    return SamplingParameters(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_response_tokens=sampling.max_response_tokens,
+        stop_token_ids=sampling.stop_token_ids or data.tokenizer.eos_token_ids,
+    )
+
+
+def _next_queue(
+    state: RunState, planned: RoundPlan, finish: FinishRound
+) -> tuple[DeferredDraw, ...]:
+    """The queue after a round: what it did not take, then what it deferred; by level."""
+    taken = {draw.id for draw in planned.queued}
+    queue = [item for item in state.deferred if item.draw.id not in taken]
+    return tuple(sorted([*queue, *finish.deferred], key=lambda item: item.draw.level))

@@ -1,0 +1,78 @@
+"""Runs, steps and progress as messages of the coordinator's API."""
+
+from __future__ import annotations
+
+from google.protobuf.struct_pb2 import Struct
+
+from rollpacker import wire
+from rollpacker.store.records import RunState
+from rollpacker.types import StepRecord
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from services.coordinator.progress import RoundProgress
+from services.coordinator.workers import Worker
+
+_STATES = {
+    "running": pb.Run.STATE_RUNNING,
+    "stopping": pb.Run.STATE_STOPPING,
+    "succeeded": pb.Run.STATE_SUCCEEDED,
+    "failed": pb.Run.STATE_FAILED,
+    "stopped": pb.Run.STATE_STOPPED,
+}
+
+
+def run_message(state: RunState, directory: str) -> pb.Run:
+    """A run as it is reported."""
+    settings = Struct()
+    settings.update(dict(state.settings))
+    return pb.Run(
+        run_id=state.run_id,
+        state=_STATES[state.status],
+        step=state.step,
+        weight_version=state.weight_version,
+        deferred_draw_count=len(state.deferred),
+        weights_uri=state.weights_uri,
+        failure=state.failure,
+        settings=settings,
+        planned_steps=state.planned_steps,
+        create_time=wire.timestamp_to_proto(state.create_time),
+        run_directory=directory,
+    )
+
+
+def step_message(record: StepRecord) -> pb.Step:
+    """A committed step."""
+    return pb.Step(
+        step=record.step,
+        round_kind=wire.round_kind_to_proto(record.round_kind),
+        start_time=wire.timestamp_to_proto(record.start_time),
+        end_time=wire.timestamp_to_proto(record.end_time),
+        metrics=dict(record.metrics),
+        level=record.level,
+        draws=[wire.draw_to_proto(draw) for draw in record.draws],
+        weight_version=record.weight_version,
+    )
+
+
+def progress_message(progress: RoundProgress) -> pb.RoundProgress:
+    """How far the round is."""
+    return pb.RoundProgress(
+        step=progress.step,
+        round_kind=wire.round_kind_to_proto(progress.round_kind),
+        launched_group_count=progress.launched,
+        finished_group_count=progress.finished,
+        kept_group_count=progress.kept,
+        phase=progress.phase,
+        level=progress.level,
+    )
+
+
+def worker_message(worker: Worker) -> pb.Worker:
+    """A worker with a lease."""
+    stats = worker.engine_stats
+    return pb.Worker(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        kind=worker.kind,
+        engine_stats=wire.engine_stats_to_proto(stats) if stats else None,
+        lease_expire_time=wire.timestamp_to_proto(worker.lease_end),
+    )

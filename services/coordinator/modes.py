@@ -1,0 +1,21 @@
+"""Modes are values: the run's settings as the rules that the policy follows."""
+
+from __future__ import annotations
+
+from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
+from rollpacker.settings import RunSettings
+
+
+def tail_batching_rules(settings: RunSettings) -> TailBatchingRules:
+    """The rules of the run's mode, with its own numbers."""
+    tail = settings.tail_batching
+    return TailBatchingRules(
+        prompts_per_step=tail.prompts_per_step,
+        responses_per_prompt=tail.responses_per_prompt,
+        speculation_factors=tail.resolved_speculation_factors,
+        response_speculation_factor=tail.resolved_response_speculation_factor,
+        race=RaceKind.ARRIVAL if tail.mode == "paper" else RaceKind.TOKENS,
+        keeps_seeds=tail.mode != "paper",
+        streams=tail.mode != "synchronous",
+        max_deferral_age=tail.max_deferral_age,
+    )

@@ -1,0 +1,120 @@
+"""The rollout replicas of one round: brought to the round's weights, then handed to the round.
+
+A replica is *serving* from the moment ApplyEngineSpec has returned until it is lost: its lease
+ended, its stream broke, or it answered that it serves other weights. A lost replica is brought up
+again and joins anew; so does one that registers in the middle of a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import grpc.aio
+
+from rollpacker import wire
+from rollpacker.policy.events import Event, ReplicaJoined, ReplicaLost
+from rollpacker.rpc.client import call
+from rollpacker.rpc.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    ServiceError,
+    UnavailableError,
+)
+from rollpacker.types import EngineSpec
+from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2, rollout_service_pb2_grpc
+from services.coordinator.workers import Worker, WorkerRegistry
+
+_APPLY_SECONDS = 600.0  # loading weights and building the model
+_POLL_SECONDS = 0.5
+_PAUSE_SECONDS = 1.0
+_log = logging.getLogger(__name__)
+
+
+class ReplicaSet:
+    """The replicas of a run, at one spec."""
+
+    def __init__(
+        self, workers: WorkerRegistry, spec: EngineSpec, fence: int, *, needs_replay: bool
+    ) -> None:
+        self._workers = workers
+        self._spec = spec
+        self._fence = fence
+        self._needs_replay = needs_replay
+        self._serving: dict[str, Worker] = {}
+        self._bringing_up: dict[str, asyncio.Task[None]] = {}
+        self.first_ready_at: float | None = None  # monotonic
+
+    def serving(self) -> list[str]:
+        """Ids of the replicas that take work."""
+        return sorted(self._serving)
+
+    def channel(self, replica_id: str) -> grpc.aio.Channel:
+        """Where a serving replica is."""
+        return self._serving[replica_id].channel
+
+    def lost(self, replica_id: str) -> bool:
+        """Forget a replica; False if it was not serving."""
+        return self._serving.pop(replica_id, None) is not None
+
+    async def run(self, tell: Callable[[Event | BaseException], None]) -> None:
+        """Bring replicas up and watch their leases, until cancelled."""
+        try:
+            while True:
+                self._check_leases(tell)
+                await self._workers.wait_for_change(_POLL_SECONDS)
+        finally:
+            for task in self._bringing_up.values():
+                task.cancel()
+
+    def _check_leases(self, tell: Callable[[Event | BaseException], None]) -> None:
+        alive = {
+            worker.worker_id: worker
+            for worker in self._workers.alive(coordinator_service_pb2.WORKER_KIND_ROLLOUT)
+        }
+        for name in [n for n, worker in self._serving.items() if alive.get(n) is not worker]:
+            self.lost(name)
+            _log.warning("replica %s is lost: its lease ended, or it moved", name)
+            tell(ReplicaLost(time.monotonic(), name))
+        for name, worker in alive.items():
+            if name not in self._serving and name not in self._bringing_up:
+                self._bringing_up[name] = asyncio.create_task(self._bring_up(worker, tell))
+
+    async def _bring_up(
+        self, worker: Worker, tell: Callable[[Event | BaseException], None]
+    ) -> None:
+        """A replica that is away is tried again; one that refuses the spec ends the round."""
+        try:
+            capacity = await self._apply(worker)
+        except (UnavailableError, DeadlineExceededError, InternalError) as error:
+            _log.warning("replica %s does not come up: %s", worker.worker_id, error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+        except ServiceError as error:
+            tell(error)
+            return
+        else:
+            self._serving[worker.worker_id] = worker
+            self.first_ready_at = self.first_ready_at or time.monotonic()
+            tell(ReplicaJoined(time.monotonic(), worker.worker_id, capacity))
+        del self._bringing_up[worker.worker_id]
+
+    async def _apply(self, worker: Worker) -> int:
+        """Bring one replica to the spec; returns how many responses it takes at a time."""
+        stub = rollout_service_pb2_grpc.RolloutServiceStub(worker.channel)
+        request = rollout_service_pb2.ApplyEngineSpecRequest(
+            spec=wire.engine_spec_to_proto(self._spec), fence=self._fence
+        )
+        await call(lambda: stub.ApplyEngineSpec(request, timeout=_APPLY_SECONDS))
+        engine = await call(
+            lambda: stub.GetEngine(rollout_service_pb2.GetEngineRequest(), timeout=30)
+        )
+        if self._needs_replay and not engine.replays_by_seed:
+            raise FailedPreconditionError(
+                "NO_REPLAY",
+                f"replica {worker.worker_id} ({engine.engine_kind}) does not replay by seed, which"
+                " mode exact needs; choose another mode or engine",
+            )
+        return max(1, engine.stats.slot_count)

@@ -1,0 +1,97 @@
+"""Scoring a response: which reward service, how often, and when to give up.
+
+A reward service that is away or busy is waited for; that costs time, never a reward. Only a
+service that keeps answering with a failure ends in "no reward" (None), which group statistics
+leave out. A wrong answer is a verdict and no failure at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from dataclasses import dataclass
+
+from rollpacker import wire
+from rollpacker.rpc.client import call
+from rollpacker.rpc.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    ServiceError,
+    UnavailableError,
+)
+from rollpacker.settings import RewardSettings
+from rollpacker.types import Prompt, Verdict
+from rollpacker.v1 import coordinator_service_pb2, reward_service_pb2, reward_service_pb2_grpc
+from services.coordinator.workers import WorkerRegistry
+
+_BACKOFF_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What became of one response."""
+
+    reward: float | None  # None: the service gave up
+    verdict: Verdict | None
+    start_time: float  # seconds since the Unix epoch
+    end_time: float
+
+
+class RewardClient:
+    """Scores responses on whichever reward service is least busy."""
+
+    def __init__(self, workers: WorkerRegistry, settings: RewardSettings, run_id: str) -> None:
+        self._workers = workers
+        self._settings = settings
+        self._run_id = run_id
+
+    async def score(self, response_id: str, text: str, prompt: Prompt) -> Score:
+        """Score one response. Raises InvalidArgumentError: the reference itself is unusable."""
+        request = reward_service_pb2.ScoreResponseRequest(
+            run_id=self._run_id,
+            response_id=response_id,
+            response_text=text,
+            grader_kind=wire.grader_kind_to_proto(prompt.grader_kind),
+            reference_json=prompt.reference_json,
+            prompt_text=prompt.text,
+        )
+        start = time.time()
+        failures, give_up_at = 0, time.monotonic() + self._settings.unavailable_seconds
+        while failures < self._settings.attempts and time.monotonic() < give_up_at:
+            try:
+                answer = await self._attempt(request)
+            except InvalidArgumentError:
+                raise
+            except (UnavailableError, ResourceExhaustedError) as error:
+                pause = error.retry_after_seconds or _BACKOFF_SECONDS
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            except ServiceError as error:
+                failures += 1
+                _log.warning("scoring %s failed (%d): %s", response_id, failures, error)
+                await asyncio.sleep(_BACKOFF_SECONDS * 2**failures)
+            else:
+                reward = answer.reward if answer.HasField("reward") else None
+                return Score(reward, wire.verdict_from_proto(answer.verdict), start, time.time())
+        _log.error("no reward for %s: the reward service gave up on it", response_id)
+        return Score(None, None, start, time.time())
+
+    async def _attempt(
+        self, request: reward_service_pb2.ScoreResponseRequest
+    ) -> reward_service_pb2.ScoreResponseResponse:
+        worker = await self._workers.least_busy(coordinator_service_pb2.WORKER_KIND_REWARD)
+        stub = reward_service_pb2_grpc.RewardServiceStub(worker.channel)
+        worker.outstanding += 1
+        try:
+            answer: reward_service_pb2.ScoreResponseResponse = await call(
+                lambda: stub.ScoreResponse(request, timeout=self._settings.timeout_seconds)
+            )
+        finally:
+            worker.outstanding -= 1
+        if answer.HasField("reward") and not math.isfinite(answer.reward):
+            raise InternalError("REWARD_NOT_FINITE", f"the reward is {answer.reward}")
+        return answer

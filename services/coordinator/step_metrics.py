@@ -1,0 +1,104 @@
+"""The metrics of a step: one line of metrics.jsonl. Names and units are in docs/outputs.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from rollpacker.policy.bias_meter import BiasMeter
+from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.tail_batching import RoundPlan
+from rollpacker.store.records import RunState, Totals
+from rollpacker.types import DeferredDraw, PromptGroup, RoundKind
+
+
+def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRound) -> Totals:
+    """The run's sums after a step."""
+    meter = BiasMeter(totals.trained_lengths)
+    lengths = [len(s.response.token_ids) for group in groups for s in group.responses]
+    meter.add_trained(lengths)
+    return Totals(
+        trained_tokens=totals.trained_tokens + sum(lengths),
+        generated_tokens=totals.generated_tokens + finish.generated_tokens,
+        deferrals=totals.deferrals + len(finish.deferred),
+        trained_groups=totals.trained_groups + len(groups),
+        trained_lengths=meter.trained_lengths,
+    )
+
+
+def round_metrics(
+    plan: RoundPlan, groups: Sequence[PromptGroup], finish: FinishRound, after: RunState
+) -> dict[str, float]:
+    """What is known when the round is over; `after` is the state that the step will commit."""
+    return {
+        **_reward_metrics(groups),
+        **_length_metrics(groups),
+        **_tail_metrics(plan, finish, after),
+        **_bias_metrics(after),
+        "timing_s/rollout": finish.rollout_seconds,
+    }
+
+
+def _reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    rewards = [scored.reward for group in groups for scored in group.responses]
+    given = [reward for reward in rewards if reward is not None]
+    flat = sum(len({s.reward for s in group.responses}) <= 1 for group in groups)
+    return {
+        "reward/mean": statistics.fmean(given) if given else 0.0,
+        "reward/none_count": float(len(rewards) - len(given)),
+        "reward/zero_variance_share": flat / len(groups) if groups else 0.0,
+    }
+
+
+def _length_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    responses = [scored.response for group in groups for scored in group.responses]
+    lengths = sorted(len(response.token_ids) for response in responses)
+    capped = sum(response.finish_reason.value == "length" for response in responses)
+    return {
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/p50": _quantile(lengths, 0.5),
+        "response_length/p75": _quantile(lengths, 0.75),
+        "response_length/p99": _quantile(lengths, 0.99),
+        "response_length/max": float(lengths[-1]),
+        "response_length/capped_share": capped / len(lengths),
+        "response_length/near_ties": float(sum(r.near_tie_count for r in responses)),
+    }
+
+
+def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict[str, float]:
+    ages = [item.draw.age(after.step) for item in after.deferred]
+    return {
+        "tail/level": float(plan.level),
+        "tail/is_long": float(plan.kind is not RoundKind.SHORT),
+        "tail/launched_groups": float(len(finish.winners) + len(finish.deferred)),
+        "tail/kept_groups": float(len(finish.winners)),
+        "tail/deferred_groups": float(len(finish.deferred)),
+        "tail/deferrals_total": float(after.totals.deferrals),
+        "tail/queue_length": float(len(after.deferred)),
+        "tail/max_age": float(max(ages, default=0)),
+        "tail/race_wait_s": finish.race_wait_seconds,
+    }
+
+
+def _bias_metrics(after: RunState) -> dict[str, float]:
+    meter = BiasMeter(after.totals.trained_lengths)
+    deferred = list(_responses(after.deferred))
+    generated, trained = after.totals.generated_tokens, after.totals.trained_tokens
+    return {
+        "bias/trained_mean": meter.trained_mean(),
+        "bias/uncensored_mean": meter.uncensored_mean(deferred),
+        "bias/ratio": meter.ratio(deferred),
+        "perf/generated_tokens": float(generated),
+        "perf/waste": generated / trained if trained else 0.0,
+    }
+
+
+def _responses(deferred: Iterable[DeferredDraw]) -> Iterable[tuple[int, bool]]:
+    for item in deferred:
+        yield from zip(item.response_tokens, item.finished, strict=True)
+
+
+def _quantile(ordered: Sequence[int], share: float) -> float:
+    """The smallest value with at least this share of the values at or below it."""
+    place = max(0, -(-len(ordered) * share // 1) - 1)
+    return float(ordered[int(place)])

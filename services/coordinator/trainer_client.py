@@ -1,0 +1,144 @@
+"""The trainer, as the driver sees it: calls that survive a restart of the trainer.
+
+A trainer that was restarted has no open run and no open step; the calls here open them again, and
+the trainer reads the step's sample stream from its start. What it cannot repair is weights that
+do not fit the step: then RewindError says what the trainer has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from google.protobuf.struct_pb2 import Struct
+
+from rollpacker import wire
+from rollpacker.rpc.client import call_until
+from rollpacker.rpc.errors import FailedPreconditionError
+from rollpacker.settings import RunSettings
+from rollpacker.types import Draw, StepResult
+from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2, trainer_service_pb2_grpc
+from services.coordinator.workers import WorkerRegistry
+
+if TYPE_CHECKING:
+    from rollpacker.v1.trainer_service_pb2_grpc import TrainerServiceAsyncStub
+
+_AWAY_SECONDS = 600.0  # a restart with a large checkpoint takes minutes
+_OPEN_SECONDS = 600.0
+_SHORT_SECONDS = 60.0
+_UPDATE_SECONDS = 300.0  # of an update, apart from its tokens
+_SLOWEST_TOKENS_PER_SECOND = 50.0  # forward and backward of a 135 M model on one CPU core
+_REOPEN = ("RUN_NOT_OPEN", "STEP_NOT_OPEN")
+_REPAIRS = 3
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class RewindError(Exception):
+    """The trainer holds other weights than the run; `opened` is what OpenRun returned."""
+
+    def __init__(self, opened: trainer_service_pb2.OpenRunResponse) -> None:
+        super().__init__(f"the trainer is at weight version {opened.weight_version}")
+        self.opened = opened
+
+
+class TrainerClient:
+    """The one trainer of a run."""
+
+    def __init__(
+        self, workers: WorkerRegistry, settings: RunSettings, run_id: str, fence: int
+    ) -> None:
+        self._workers = workers
+        self._settings = settings
+        self._run_id = run_id
+        self._fence = fence
+
+    async def open_run(self) -> trainer_service_pb2.OpenRunResponse:
+        """Prepare the trainer for the run; returns the weights that it has."""
+        request = trainer_service_pb2.OpenRunRequest(
+            run_id=self._run_id,
+            model_uri=f"file://{self._settings.model}",
+            trainer_settings=_trainer_settings(self._settings),
+            fence=self._fence,
+            temperature=self._settings.sampling.temperature,
+        )
+        return await self._call(
+            lambda stub: stub.OpenRun(request, timeout=_OPEN_SECONDS), "OpenRun"
+        )
+
+    async def start_step(self, step: int) -> None:
+        """Let gradients of a step accumulate. Raises RewindError."""
+        request = trainer_service_pb2.StartStepRequest(
+            run_id=self._run_id, step=step, weight_version=step, fence=self._fence
+        )
+        await self._repaired(
+            step, lambda stub: stub.StartStep(request, timeout=_SHORT_SECONDS), "StartStep"
+        )
+
+    async def finish_step(
+        self, step: int, draws: Sequence[Draw], snapshot_json: str, tokens: int
+    ) -> StepResult:
+        """Apply the update of a step; `tokens` (trained) bounds its time. Raises RewindError."""
+        request = trainer_service_pb2.FinishStepRequest(
+            run_id=self._run_id,
+            step=step,
+            draws=[wire.draw_to_proto(draw) for draw in draws],
+            fence=self._fence,
+            run_snapshot_json=snapshot_json,
+        )
+        seconds = _UPDATE_SECONDS + tokens / _SLOWEST_TOKENS_PER_SECOND
+        answer = await self._repaired(
+            step, lambda stub: stub.FinishStep(request, timeout=seconds), "FinishStep"
+        )
+        return wire.step_result_from_proto(answer)
+
+    async def abandon_step(self, step: int) -> None:
+        """Drop the gradients of a step that will not finish."""
+        request = trainer_service_pb2.AbandonStepRequest(
+            run_id=self._run_id, step=step, fence=self._fence
+        )
+        await self._call(
+            lambda stub: stub.AbandonStep(request, timeout=_SHORT_SECONDS), "AbandonStep", 5.0
+        )
+
+    async def _repaired(
+        self, step: int, make: Callable[[TrainerServiceAsyncStub], Awaitable[Result]], what: str
+    ) -> Result:
+        """A call about a step; what a restart of the trainer closed is opened again."""
+        for _ in range(_REPAIRS):
+            try:
+                return await self._call(make, what)
+            except FailedPreconditionError as error:
+                if error.reason not in (*_REOPEN, "WEIGHT_VERSION_MISMATCH"):
+                    raise
+                _log.warning("%s of step %d: %s; opening the run again", what, step, error)
+            opened = await self.open_run()
+            if opened.weight_version not in (step, step + 1):
+                raise RewindError(opened)
+            if what != "StartStep" and opened.weight_version == step:
+                await self.start_step(step)
+        return await self._call(make, what)
+
+    async def _call(
+        self,
+        make: Callable[[TrainerServiceAsyncStub], Awaitable[Result]],
+        what: str,
+        away_seconds: float = _AWAY_SECONDS,
+    ) -> Result:
+        worker = await self._workers.least_busy(coordinator_service_pb2.WORKER_KIND_TRAINER)
+        stub = trainer_service_pb2_grpc.TrainerServiceStub(worker.channel)
+        return await call_until(
+            lambda: make(stub), seconds=away_seconds, what=f"the trainer ({what})"
+        )
+
+
+def _trainer_settings(settings: RunSettings) -> Struct:
+    """The `trainer` section, and the numbers of other sections that the normaliser needs."""
+    values: dict[str, Any] = settings.trainer.model_dump(mode="json")
+    values["prompts_per_step"] = settings.tail_batching.prompts_per_step
+    values["responses_per_prompt"] = settings.tail_batching.responses_per_prompt
+    values["max_response_tokens"] = settings.sampling.max_response_tokens
+    struct = Struct()
+    struct.update(values)
+    return struct

@@ -1,0 +1,120 @@
+"""The workers that are alive: registered and kept by their heartbeats, never stored.
+
+A worker is alive until its lease ends; a restarted coordinator learns of all workers from their
+next heartbeats. Waiters (`wait_for_change`) are woken by every heartbeat that changes the set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from rollpacker.rpc.client import open_channel
+from rollpacker.rpc.errors import UnavailableError
+from rollpacker.types import EngineStats
+from rollpacker.v1 import coordinator_service_pb2 as pb
+
+_WAIT_LOG_SECONDS = 30.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker with a lease."""
+
+    worker_id: str
+    address: str
+    kind: pb.WorkerKind.ValueType
+    engine_stats: EngineStats | None
+    lease_end: float  # seconds since the Unix epoch
+    channel: grpc.aio.Channel
+    outstanding: int = 0  # calls under way, for routing
+
+
+class WorkerRegistry:
+    """All workers of this coordinator."""
+
+    def __init__(
+        self, lease_seconds: float, wait_seconds: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.lease_seconds = lease_seconds
+        self._wait_seconds = wait_seconds
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._changed = asyncio.Event()
+
+    async def heartbeat(
+        self,
+        worker_id: str,
+        address: str,
+        kind: pb.WorkerKind.ValueType,
+        engine_stats: EngineStats | None,
+    ) -> None:
+        """Register a worker or renew its lease; a new address replaces the old one."""
+        lease_end = self._clock() + self.lease_seconds
+        worker = self._workers.get(worker_id)
+        if worker is not None and (worker.address, worker.kind) == (address, kind):
+            was_alive = self._is_alive(worker)
+            worker.engine_stats, worker.lease_end = engine_stats, lease_end
+        else:
+            if worker is not None:
+                await worker.channel.close()
+            was_alive = False
+            worker = Worker(
+                worker_id, address, kind, engine_stats, lease_end, open_channel(address)
+            )
+            self._workers[worker_id] = worker
+        if not was_alive:
+            _log.info("worker %s is at %s", worker_id, address)
+            self._changed.set()
+
+    def alive(self, kind: pb.WorkerKind.ValueType | None = None) -> list[Worker]:
+        """Workers with a lease, by kind and id."""
+        found = [
+            worker
+            for worker in self._workers.values()
+            if self._is_alive(worker) and kind in (None, worker.kind)
+        ]
+        return sorted(found, key=lambda worker: (worker.kind, worker.worker_id))
+
+    async def wait_for_change(self, seconds: float) -> None:
+        """Return when a worker has come, or after `seconds`."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def least_busy(self, kind: pb.WorkerKind.ValueType) -> Worker:
+        """The worker of a kind with the fewest calls under way; waits until there is one.
+
+        Raises UnavailableError after the configured wait.
+        """
+        start = last_log = self._clock()
+        while not (found := self.alive(kind)):
+            waited = self._clock() - start
+            name = pb.WorkerKind.Name(kind).removeprefix("WORKER_KIND_").lower()
+            if waited > self._wait_seconds:
+                raise UnavailableError(
+                    "NO_WORKER",
+                    f"no {name} worker for {waited:.0f} s; start one, or look at its log",
+                )
+            if self._clock() - last_log >= _WAIT_LOG_SECONDS:
+                last_log = self._clock()
+                _log.warning("waiting for a %s worker since %.0f s", name, waited)
+            await self.wait_for_change(1.0)
+        return min(found, key=lambda worker: (worker.outstanding, worker.worker_id))
+
+    async def close(self) -> None:
+        """Close every channel."""
+        for worker in self._workers.values():
+            await worker.channel.close()
+
+    def _is_alive(self, worker: Worker) -> bool:
+        return worker.lease_end > self._clock()
