@@ -19,3 +19,17 @@ setup: .venv/installed  ## make .venv with everything in it (CPU build of torch)
 protos: .venv/installed  ## generate rollpacker/v1 from protos/
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. \
 	  --mypy_out=quiet:. --mypy_grpc_out=quiet:. protos/rollpacker/v1/*.proto
+
+.PHONY: test
+test: .venv/installed  ## run the tests; they start the servers that they need
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q
+
+.PHONY: demo
+demo: .venv/installed  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n
+	$(BIN)/rollpacker demo $(DEMO_OPTIONS)
+
+.PHONY: demo-synchronous
+demo-synchronous: .venv/installed  ## only the run without tail batching
+	$(BIN)/rollpacker demo --only demo-synchronous $(DEMO_OPTIONS)
+
+DEMO_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(SEED),--seed $(SEED))

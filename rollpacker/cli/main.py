@@ -1,0 +1,26 @@
+"""The `rollpacker` command: which commands there are. What they do stands beside them."""
+
+from __future__ import annotations
+
+import typer
+
+from rollpacker.cli import check, demo, failures, reports, runs, stack
+
+app = typer.Typer(
+    name="rollpacker",
+    help=f"RL post-training of language models by tail batching.\n\n{failures.HELP}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(stack.up)
+app.command("demo")(demo.demo)
+app.command("check")(check.check)
+app.command("submit")(runs.submit)
+app.command("status")(reports.status)
+app.command("watch")(runs.watch_run)
+app.command("steps")(reports.steps)
+app.command("samples")(reports.samples)
+app.command("deferred")(reports.deferred)
+app.command("workers")(reports.workers)
+app.command("stop")(runs.stop)

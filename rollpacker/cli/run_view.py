@@ -1,0 +1,132 @@
+"""What a watcher knows of a run: events in, rows of text out. Pure.
+
+The names of metrics that are shown stand in COLUMNS, and nowhere else in the commands.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollpacker import wire
+from rollpacker.v1 import coordinator_service_pb2 as pb
+
+ENDED = frozenset({pb.Run.STATE_SUCCEEDED, pb.Run.STATE_FAILED, pb.Run.STATE_STOPPED})
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A metric as a column: its title, the metric's name, and how it is written."""
+
+    title: str
+    metric: str
+    decimals: int
+
+
+COLUMNS = (
+    Column("reward", "reward/mean", 3),
+    Column("tokens", "response_length/mean", 0),
+    Column("longest", "response_length/max", 0),
+    Column("deferred", "tail/deferred_groups", 0),
+    Column("queue", "tail/queue_length", 0),
+    Column("rollout s", "timing_s/rollout", 1),
+    Column("train s", "timing_s/train_wait", 1),
+    Column("step s", "timing_s/step", 1),
+    Column("held-out", "validation/accuracy", 3),
+)
+STEP_TITLES = ("step", "round", "level", *(column.title for column in COLUMNS))
+
+
+@dataclass(slots=True)
+class RunView:
+    """A run as its events told it so far."""
+
+    run: pb.Run | None = None
+    steps: dict[int, pb.Step] = field(default_factory=dict)  # by number
+    progress: pb.RoundProgress | None = None
+
+    def apply(self, event: pb.WatchRunResponse) -> None:
+        """Take in one event. A repeat changes nothing."""
+        kind = event.WhichOneof("event")
+        if kind == "run_changed":
+            self.run = event.run_changed
+        elif kind == "step_finished":
+            self.steps[event.step_finished.step] = event.step_finished
+            self.progress = None
+        elif kind == "round_progress":
+            self.progress = event.round_progress
+
+    @property
+    def ended(self) -> bool:
+        return self.run is not None and self.run.state in ENDED
+
+    def newest_steps(self, count: int) -> list[pb.Step]:
+        """The newest steps, oldest of them first."""
+        return [self.steps[number] for number in sorted(self.steps)[-count:]]
+
+    def series(self, metric: str) -> list[float]:
+        """A metric over the steps that have it."""
+        found = (self.steps[number].metrics.get(metric) for number in sorted(self.steps))
+        return [value for value in found if value is not None]
+
+
+def step_cells(step: pb.Step) -> list[str]:
+    """A step as the cells of a row, in the order of STEP_TITLES."""
+    kind = wire.round_kind_from_proto(step.round_kind).value
+    return [
+        str(step.step),
+        kind,
+        str(step.level),
+        *(_number(step.metrics, column.metric, column.decimals) for column in COLUMNS),
+    ]
+
+
+def step_line(step: pb.Step) -> str:
+    """A step as one line of words, for output that is no terminal."""
+    cells = step_cells(step)
+    pairs = zip(STEP_TITLES, cells, strict=True)
+    return "  ".join(f"{title} {cell}" for title, cell in pairs if cell != "-")
+
+
+def state_name(run: pb.Run) -> str:
+    """running, stopping, succeeded, failed or stopped."""
+    return pb.Run.State.Name(run.state).removeprefix("STATE_").lower()
+
+
+def run_line(run: pb.Run) -> str:
+    """A run's state as one line."""
+    planned = f" of {run.planned_steps}" if run.planned_steps else ""
+    line = (
+        f"{run.run_id} {state_name(run)}: {run.step}{planned} steps,"
+        f" weight version {run.weight_version}, {run.deferred_draw_count} draws deferred"
+    )
+    return f"{line}; {run.failure}" if run.failure else line
+
+
+def progress_line(progress: pb.RoundProgress) -> str:
+    """How far the round is, as one line."""
+    kind = wire.round_kind_from_proto(progress.round_kind).value
+    return (
+        f"step {progress.step} ({kind}, level {progress.level}) {progress.phase}:"
+        f" {progress.finished_group_count} of {progress.launched_group_count} groups finished,"
+        f" {progress.kept_group_count} to keep"
+    )
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Values as bars of text, the mean of neighbours where there are more than `width`."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * index // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+
+
+def _number(metrics: Mapping[str, float], name: str, decimals: int) -> str:
+    value = metrics.get(name)
+    return "-" if value is None else f"{value:.{decimals}f}"

@@ -1,0 +1,114 @@
+"""The commands that change a run: submit, watch, stop."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from rollpacker.cli import run_view
+from rollpacker.cli import watch as live
+from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
+from rollpacker.cli.failures import WORK_FAILED, CommandError, told_in_one_line
+from rollpacker.cli.reports import RunId, ask
+from rollpacker.settings import RunSettings, load_run_settings
+from rollpacker.v1 import coordinator_service_pb2 as pb
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Dotted overrides: trainer.learning_rate=1e-5"),
+]
+_NOT_IN_RUN_ID = re.compile(r"[^a-z0-9_-]+")
+_LONGEST_RUN_ID = 64
+
+
+def submit(
+    config: Config,
+    overrides: Overrides = None,
+    run_id: Annotated[str, typer.Option(help="Default: from the run file's name.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the resolved settings, as YAML.")
+    ] = False,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Start a run, or resume one that was interrupted."""
+    with told_in_one_line():
+        settings = load_run_settings(config, overrides or ())
+    if dry_run:
+        print(resolved_yaml(settings), end="")
+        return
+
+    async def work(server: Coordinator) -> None:
+        started = await server.start_run(run_id or default_run_id(config), settings)
+        print(run_view.run_line(started), flush=True)
+        if watch:
+            await follow_to_end(server, started.run_id)
+
+    ask(coordinator, work)
+
+
+def watch_run(run_id: RunId, coordinator: CoordinatorAddress = DEFAULT_ADDRESS) -> None:
+    """Follow a run until it has ended; fails if the run fails. Ctrl-C leaves the run alone."""
+    ask(coordinator, lambda server: follow_to_end(server, run_id))
+
+
+def stop(
+    run_id: RunId,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Train the deferred draws first; launch nothing new.")
+    ] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Abandon the open step; a resume repeats it.")
+    ] = False,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Stop a run after its current step. `submit` with the same settings goes on."""
+    if drain and now:
+        raise typer.BadParameter("--drain and --now exclude each other; give one")
+    mode = pb.STOP_MODE_AFTER_STEP
+    if drain or now:
+        mode = pb.STOP_MODE_DRAIN if drain else pb.STOP_MODE_IMMEDIATELY
+
+    async def work(server: Coordinator) -> None:
+        print(run_view.run_line(await server.stop_run(run_id, mode)))
+
+    ask(coordinator, work)
+
+
+async def follow_to_end(server: Coordinator, run_id: str) -> None:
+    """Show a run until it has ended. Raises CommandError if it failed."""
+    await live.follow(server, run_id)
+    ended = await server.get_run(run_id)
+    if ended.state == pb.Run.STATE_FAILED:
+        raise CommandError(f"run {run_id} failed: {ended.failure}", WORK_FAILED)
+    print(f"outputs: {ended.run_directory}")
+
+
+def default_run_id(config: Path) -> str:
+    """The file's name without its end, or its directory's for a file named run.yaml.
+
+    Raises CommandError when nothing is left of it.
+    """
+    path = config.resolve()
+    name = path.parent.name if path.stem == "run" else path.stem
+    run_id = _NOT_IN_RUN_ID.sub("-", name.lower()).strip("-")[:_LONGEST_RUN_ID]
+    if not run_id:
+        raise CommandError(f"no run id can be made from {config}; give one with --run-id")
+    return run_id
+
+
+def resolved_yaml(settings: RunSettings) -> str:
+    """The settings as a run file, with the defaults that depend on the mode filled in."""
+    values = settings.model_dump(mode="json")
+    rules = settings.tail_batching
+    values["tail_batching"] |= {
+        "deferral_levels": rules.resolved_levels,
+        "speculation_factors": list(rules.resolved_speculation_factors),
+        "response_speculation_factor": rules.resolved_response_speculation_factor,
+    }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

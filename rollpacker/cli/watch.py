@@ -1,0 +1,77 @@
+"""`watch`: a run as it goes. A live table on a terminal, one line per event elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollpacker.cli import run_view
+from rollpacker.cli.console import console
+from rollpacker.cli.coordinator import Coordinator
+from rollpacker.cli.run_view import RunView
+from rollpacker.v1 import coordinator_service_pb2 as pb
+
+_STEPS_SHOWN = 12
+_REFRESH_PER_SECOND = 4
+
+
+async def follow(coordinator: Coordinator, run_id: str) -> RunView:
+    """Show a run until it has ended; returns what was seen.
+
+    Raises UnavailableError when no coordinator answered for as long as it has patience.
+    """
+    view = RunView()
+    events = coordinator.watch_run(run_id)
+    if sys.stdout.isatty():
+        with Live(console=console(), refresh_per_second=_REFRESH_PER_SECOND) as live:
+            async for event in events:
+                view.apply(event)
+                live.update(_picture(view))
+    else:
+        async for event in events:
+            view.apply(event)
+            _print_line(event)
+    return view
+
+
+def _print_line(event: pb.WatchRunResponse) -> None:
+    """Rounds in progress are left out: a log wants what is settled."""
+    kind = event.WhichOneof("event")
+    if kind == "step_finished":
+        print(run_view.step_line(event.step_finished), flush=True)
+    elif kind == "run_changed":
+        print(run_view.run_line(event.run_changed), flush=True)
+
+
+def _picture(view: RunView) -> RenderableType:
+    parts: list[RenderableType] = []
+    if view.run is not None:
+        parts.append(Text(run_view.run_line(view.run), style="bold"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in run_view.STEP_TITLES:
+        table.add_column(title, justify="right")
+    for step in view.newest_steps(_STEPS_SHOWN):
+        table.add_row(*run_view.step_cells(step))
+    parts.append(table)
+    rewards = view.series("reward/mean")
+    if len(rewards) > 1:
+        parts.append(Text(f"reward {run_view.sparkline(rewards)} {rewards[-1]:.3f}"))
+    if view.progress is not None:
+        parts.append(_round(view.progress))
+    return Group(*parts)
+
+
+def _round(progress: pb.RoundProgress) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    bar = ProgressBar(
+        total=max(1, progress.launched_group_count),
+        completed=progress.finished_group_count,
+        width=24,
+    )
+    grid.add_row(bar, Text(run_view.progress_line(progress)))
+    return grid

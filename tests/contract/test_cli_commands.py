@@ -1,0 +1,191 @@
+"""The commands against a server that fulfils the coordinator's contract (`fake_coordinator`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fake_coordinator
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from rollpacker.cli.main import app
+from rollpacker.local_stack.ports import free_port
+
+CONFIG = "model: /m\ndata: {path: /d}\n"
+
+
+@contextmanager
+def fake_at(address: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = (sys.executable, fake_coordinator.__file__, address, *options)
+    process = subprocess.Popen(command)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            grpc.channel_ready_future(channel).result(60)
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[str]:
+    address = f"127.0.0.1:{free_port()}"
+    with fake_at(address):
+        yield address
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def invoke(address: str, *arguments: object) -> tuple[int, str, str]:
+    """Exit status, standard output (words joined by one space), standard error."""
+    environment = {"ROLLPACKER_COORDINATOR": address}
+    words = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app, words, env=environment)
+    return result.exit_code, " ".join(result.stdout.split()), result.stderr
+
+
+def test_status_lists_the_runs_newest_first(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "status")
+    assert status == 0
+    assert out.index("failed failed 1") < out.index("finished succeeded 250 250")
+
+
+def test_status_of_one_run_tells_why_it_failed(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "status", "failed")
+    assert status == 0
+    assert "failure no worker: start one" in out
+    assert "outputs /runs/failed" in out
+
+
+def test_an_unknown_run_is_one_line_and_status_4(coordinator: str) -> None:
+    assert invoke(coordinator, "status", "nobody") == (4, "", "error: there is no run nobody\n")
+
+
+def test_a_coordinator_that_is_away_is_status_3() -> None:
+    status, _, err = invoke(f"127.0.0.1:{free_port()}", "status")
+    assert status == 3
+    assert "start one with `rollpacker up`" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_coordinator_option_wins_over_the_environment(coordinator: str) -> None:
+    away = f"127.0.0.1:{free_port()}"
+    assert invoke(away, "status", "--coordinator", coordinator)[0] == 0
+
+
+def test_steps_shows_the_newest_last_and_reads_on_over_pages(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "steps", "finished", "--limit", 2)
+    assert status == 0
+    assert "248 short 0 0.992 40" in out
+    assert out.endswith("249 long 2 0.996 40 - - - 5.2 - 9.0 -")
+    runner = CliRunner().invoke(
+        app, ["steps", "finished", "--limit", "0", "--json", "--coordinator", coordinator]
+    )
+    numbers = [int(json.loads(line)["step"]) for line in runner.stdout.splitlines()]
+    assert numbers == list(range(250))
+
+
+def test_samples_prints_model_text_without_its_control_characters(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "samples", "finished", 0)
+    assert status == 0
+    assert out.endswith("p7 1 3 2 1.000 0.500 CORRECT \\x1b[2J= 12\\n")
+
+
+def test_samples_of_a_step_that_has_none_is_status_4(coordinator: str) -> None:
+    assert invoke(coordinator, "samples", "finished", 9)[0] == 4
+
+
+def test_deferred_lists_draws_with_their_age(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "deferred", "finished")
+    assert status == 0
+    assert out == "level prompt epoch age 2 p9 0 7"
+
+
+def test_workers_tells_when_there_is_none(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "workers")
+    assert status == 0
+    assert out.startswith("no worker is registered")
+
+
+def test_submit_starts_a_run_and_watch_follows_it_to_its_end(
+    coordinator: str, config: Path
+) -> None:
+    arguments = ("submit", config, "--run-id", "watched", "--watch")
+    status, out, err = invoke(coordinator, *arguments)
+    assert (status, err) == (0, "")
+    assert out.startswith("watched running: 0 steps")
+    positions = [out.index(f"step {number} round short") for number in range(3)]
+    assert positions == sorted(positions)
+    assert out.endswith("draws deferred outputs: /runs/watched")
+    assert invoke(coordinator, *arguments)[1].startswith("watched succeeded")
+
+
+def test_a_run_id_that_is_taken_by_other_settings_is_status_4(
+    coordinator: str, config: Path
+) -> None:
+    assert invoke(coordinator, "submit", config, "--run-id", "taken")[0] == 0
+    status, _, err = invoke(coordinator, "submit", config, "seed=1", "--run-id", "taken")
+    assert status == 4
+    assert err == "error: run taken has other settings; take another run id\n"
+
+
+def test_wrong_settings_are_status_2_and_never_sent(config: Path) -> None:
+    status, _, err = invoke("127.0.0.1:1", "submit", config, "seed=-1")
+    assert status == 2
+    assert err.startswith("error: seed: ")
+
+
+def test_watching_a_run_that_fails_is_status_1_with_its_reason(coordinator: str) -> None:
+    status, _, err = invoke(coordinator, "watch", "failed")
+    assert status == 1
+    assert err == "error: run failed failed: no worker: start one\n"
+
+
+def test_a_watch_goes_on_after_the_coordinator_died_without_gap_or_repeat(
+    tmp_path: Path,
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    died = tmp_path / "died"
+    restart = "import subprocess, sys\nwhile True: subprocess.run([sys.executable, *sys.argv[1:]])"
+    words = (fake_coordinator.__file__, address, "--die-once", str(died))
+    supervisor = subprocess.Popen((sys.executable, "-c", restart, *words), start_new_session=True)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            grpc.channel_ready_future(channel).result(60)
+        status, out, _ = invoke(address, "watch", "finished")
+    finally:
+        os.killpg(supervisor.pid, signal.SIGKILL)
+        supervisor.wait()
+    assert (status, died.exists()) == (0, True)
+    assert [out.count(f"step {number} round") for number in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [((), "AFTER_STEP"), (("--drain",), "DRAIN"), (("--now",), "IMMEDIATELY")],
+)
+def test_stop_asks_for_the_end_that_was_named(
+    coordinator: str, config: Path, flags: tuple[str, ...], mode: str
+) -> None:
+    run_id = f"stop-{mode.lower().replace('_', '-')}"
+    assert invoke(coordinator, "submit", config, "--run-id", run_id)[0] == 0
+    status, out, _ = invoke(coordinator, "stop", run_id, *flags)
+    assert status == 0
+    assert out.endswith(f"STOP_MODE_{mode}")
+
+
+def test_two_ways_to_stop_at_once_are_refused(coordinator: str) -> None:
+    assert invoke(coordinator, "stop", "finished", "--drain", "--now")[0] == 2

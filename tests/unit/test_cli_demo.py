@@ -1,0 +1,49 @@
+"""Which runs a demo makes of its run file."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollpacker.cli import demo
+from rollpacker.cli.failures import CommandError
+from rollpacker.settings import parse_run_settings
+
+EXACT = parse_run_settings(
+    {
+        "model": "/m",
+        "seed": 3,
+        "data": {"path": "/d"},
+        "tail_batching": {
+            "mode": "exact",
+            "prompts_per_step": 8,
+            "speculation_factors": [1.5, 2.0],
+            "deferral_levels": 2,
+        },
+    }
+)
+
+
+def test_the_synchronous_run_differs_in_its_schedule_alone() -> None:
+    synchronous = demo.as_synchronous(EXACT)
+    rules = synchronous.tail_batching
+    assert (rules.mode, rules.resolved_levels, rules.prompts_per_step) == ("synchronous", 0, 8)
+    assert rules.resolved_speculation_factors == ()
+    same = EXACT.model_copy(update={"tail_batching": rules})
+    assert synchronous == same
+
+
+@pytest.mark.parametrize(
+    ("only", "runs"),
+    [
+        ("", ["demo", "demo-synchronous"]),
+        ("demo", ["demo"]),
+        ("demo-synchronous", ["demo-synchronous"]),
+    ],
+)
+def test_both_runs_are_made_unless_one_is_named(only: str, runs: list[str]) -> None:
+    assert demo.wanted_runs(only) == runs
+
+
+def test_an_unknown_run_is_refused_by_name() -> None:
+    with pytest.raises(CommandError, match="--only: paper is neither demo nor demo-synchronous"):
+        demo.wanted_runs("paper")

@@ -1,0 +1,65 @@
+"""What a watcher shows: events in, text out."""
+
+from __future__ import annotations
+
+from fake_coordinator import step
+
+from rollpacker.cli import run_view
+from rollpacker.cli.console import printable
+from rollpacker.cli.run_view import RunView
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from rollpacker.v1 import types_pb2
+
+
+def test_a_step_is_shown_with_the_metrics_that_it_has() -> None:
+    assert run_view.step_line(step(4)) == (
+        "step 4  round long  level 2  reward 0.016  tokens 40  rollout s 5.2  step s 9.0"
+    )
+
+
+def test_a_repeated_event_changes_nothing() -> None:
+    view = RunView()
+    for _ in range(2):
+        for number in (0, 1):
+            view.apply(pb.WatchRunResponse(step_finished=step(number)))
+    assert [it.step for it in view.newest_steps(5)] == [0, 1]
+    assert view.series("reward/mean") == [0.0, 1 / 250]
+
+
+def test_a_finished_step_ends_the_progress_of_its_round() -> None:
+    view = RunView()
+    progress = pb.RoundProgress(
+        step=0,
+        round_kind=types_pb2.ROUND_KIND_SHORT,
+        launched_group_count=8,
+        finished_group_count=3,
+        kept_group_count=4,
+        phase="rollout",
+    )
+    view.apply(pb.WatchRunResponse(round_progress=progress))
+    assert view.progress is not None
+    assert run_view.progress_line(view.progress) == (
+        "step 0 (short, level 0) rollout: 3 of 8 groups finished, 4 to keep"
+    )
+    view.apply(pb.WatchRunResponse(step_finished=step(0)))
+    assert view.progress is None
+
+
+def test_a_run_is_told_with_the_reason_of_its_failure() -> None:
+    run = pb.Run(run_id="r", state=pb.Run.STATE_FAILED, step=2, planned_steps=5, failure="no disk")
+    assert run_view.run_line(run) == (
+        "r failed: 2 of 5 steps, weight version 0, 0 draws deferred; no disk"
+    )
+
+
+def test_a_sparkline_spans_its_values_and_is_no_wider_than_asked() -> None:
+    assert (
+        run_view.sparkline([0.0, 0.5, 1.0]) == "▁▅█" or run_view.sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    )
+    assert run_view.sparkline([1.0, 1.0]) == "▁▁"
+    assert run_view.sparkline([]) == ""
+    assert len(run_view.sparkline([float(n) for n in range(100)], width=7)) == 7
+
+
+def test_text_of_a_model_cannot_command_the_terminal() -> None:
+    assert printable("\x1b[2J\n= 12é") == "\\x1b[2J\\n= 12é"
