@@ -1,0 +1,179 @@
+"""`RunOutputs`: what the coordinator calls after each committed step, and at the end.
+
+A step's outputs are complete when its line stands in metrics.jsonl, which is written last:
+`newest_step` tells a resumed coordinator whether the newest committed step must be written again.
+Until then the coordinator keeps the step's groups (its sample stream).
+
+Invariants: metrics.jsonl and samples/ hold every step at most once, in order, and the same steps;
+a repeat replaces; a rewind moves what it takes back to superseded/. Nothing is ever overwritten
+there. All calls block on the disk; an asyncio caller uses a thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollpacker.types import PromptGroup, StepRecord
+from services.coordinator.outputs.lines import (
+    ValidationLine,
+    finite,
+    step_line,
+    step_line_to_json,
+    validation_line_to_json,
+)
+from services.coordinator.outputs.regenerate import regenerate
+from services.coordinator.outputs.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    read_json,
+    to_json,
+    write_atomic,
+)
+from services.coordinator.outputs.samples import group_to_lines, read_groups
+from services.coordinator.outputs.tensorboard import EventLog
+
+_VALIDATION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class StepNotFoundError(LookupError):
+    """The run directory holds no samples of this step."""
+
+
+class RunOutputs:
+    """The outputs of one run, in one directory."""
+
+    def __init__(
+        self, directory: Path, run_id: str, mode: str, settings: Mapping[str, Any]
+    ) -> None:
+        """Open the directory, new or of an earlier part of the same run.
+
+        settings: the resolved run settings, as JSON values.
+        Raises RunDirectoryError when the directory belongs to another run.
+        """
+        self._files = RunDirectory(directory)
+        if self._files.run_file.exists():
+            owner = read_json(self._files.run_file).get("run_id")
+            if owner != run_id:
+                raise RunDirectoryError(
+                    f"{directory} holds run {owner!r}, not {run_id!r}; move it aside"
+                )
+        run = {"run_id": run_id, "mode": mode, "settings": dict(settings)}
+        write_atomic(self._files.run_file, to_json(run) + "\n")
+        self._run_id = run_id
+        rows = self._files.metrics.read()
+        self._newest_step: int | None = rows[-1]["step"] if rows else None
+        self._train_log = EventLog(self._files.tensorboard / "train")
+        self._validation_logs: dict[str, EventLog] = {}
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest step whose outputs are complete, or None."""
+        return self._newest_step
+
+    def write_step(self, record: StepRecord, groups: Sequence[PromptGroup]) -> None:
+        """Write the outputs of a committed step; a repeat replaces them.
+
+        Outputs of later steps, left by a part of the run that was rewound, are superseded.
+        Raises ValueError when the groups are not those of the record.
+        """
+        self._check(record, groups)
+        if self._newest_step is not None and self._newest_step >= record.step:
+            self.supersede_from(record.step + 1)
+            self._files.metrics.drop_from(record.step)
+        lines = [line + "\n" for group in groups for line in group_to_lines(group)]
+        write_atomic(self._files.samples_file(record.step), "".join(lines))
+        line = step_line(record)
+        scalars = {name: value for name, value in line.metrics.items() if finite(value) is not None}
+        self._train_log.write(line.step, line.end_time, scalars)
+        self._files.metrics.append(step_line_to_json(line))
+        self._newest_step = record.step
+
+    def read_step(self, step: int) -> list[PromptGroup]:
+        """The groups of a step, in the order of the update. Raises StepNotFoundError."""
+        path = self._files.samples_file(step)
+        if not path.exists():
+            raise StepNotFoundError(f"run {self._run_id} has no samples of step {step} in {path}")
+        return read_groups(path)
+
+    def supersede_from(self, step: int) -> None:
+        """The run goes on from `step`: move the outputs of it and of later steps to superseded/.
+
+        Measurements of the weights after more than `step` updates go with them. Repeat: no effect.
+        """
+        superseded = [row for row in self._files.metrics.read() if row["step"] >= step]
+        for sampled in self._files.sampled_steps():
+            if sampled >= step:
+                self._files.supersede_samples(sampled)
+        for row in superseded:
+            self._files.superseded_metrics.append(row)
+        self._files.metrics.drop_from(step)
+        self._files.validation.drop_from(step + 1)
+        rows = self._files.metrics.read()
+        self._newest_step = rows[-1]["step"] if rows else None
+
+    def has_validation(self, step: int, name: str) -> bool:
+        """Whether the weights after `step` updates have been measured on a held-out set."""
+        rows = self._files.validation.read()
+        return any((row["step"], row["name"]) == (step, name) for row in rows)
+
+    def write_validation(self, step: int, name: str, values: Mapping[str, float]) -> None:
+        """Record a held-out measurement of the weights after `step` updates; a repeat replaces.
+
+        name: the held-out set, 1 to 64 of A-Z, a-z, 0-9, dot, - and _.
+        values: `accuracy` (0 to 1) is what headlines show, `count` the responses behind it.
+        """
+        if not _VALIDATION_NAME.fullmatch(name):
+            raise ValueError(
+                f"name: {name!r} is not 1 to 64 of A-Z, a-z, 0-9, dot, - and _, starting with a"
+                " letter or digit"
+            )
+        numbers = {key: float(value) for key, value in values.items()}
+        line = ValidationLine(step, name, time.time(), numbers)
+        kept = [
+            row
+            for row in self._files.validation.read()
+            if (row["step"], row["name"]) != (step, name)
+        ]
+        kept.append(validation_line_to_json(line))
+        self._files.validation.replace(sorted(kept, key=lambda row: int(row["step"])))
+        log = self._validation_logs.setdefault(
+            name, EventLog(self._files.tensorboard / f"validation-{name}")
+        )
+        scalars = {
+            f"validation/{key}": value
+            for key, value in numbers.items()
+            if finite(value) is not None
+        }
+        log.write(step, line.time, scalars)
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json, report.html and trace.json from the files; returns the summary.
+
+        May be called at any time and any number of times.
+        """
+        return regenerate(self._files.path)
+
+    def _check(self, record: StepRecord, groups: Sequence[PromptGroup]) -> None:
+        trained = [group.draw.id for group in groups]
+        if trained != [draw.id for draw in record.draws]:
+            raise ValueError(
+                f"step {record.step}: the record names {len(record.draws)} draws, the"
+                f" {len(groups)} groups hold others or another order; pass the trained groups in"
+                " the order of the record"
+            )
+        for group in groups:
+            if (group.run_id, group.step) != (self._run_id, record.step):
+                raise ValueError(
+                    f"group {group.draw.id} belongs to step {group.step} of run {group.run_id!r},"
+                    f" not to step {record.step} of {self._run_id!r}"
+                )
+
+
+def read_step_samples(directory: Path, step: int) -> list[PromptGroup] | None:
+    """The groups of a step from a run directory, opened or not; None where there are none."""
+    path = RunDirectory(directory).samples_file(step)
+    return read_groups(path) if path.exists() else None
