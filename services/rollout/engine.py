@@ -13,7 +13,7 @@ elsewhere (a thread, a child process), but results arrive on that loop.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -97,7 +97,7 @@ class Engine(Protocol):
     async def load_weights(self, directory: Path, tensor_parallel_size: int = 0) -> None:
         """Serve the weights of a Hugging Face model directory (config.json, *.safetensors).
 
-        The first call builds the model; later calls swap weights in place (same architecture).
+        The first call builds the model; later ones of the same architecture swap in place.
         No request may be running (EngineError). Every cache that depends on weights is dropped.
         `tensor_parallel_size` 0 leaves it as it is.
         Raises WeightsNotFoundError, or InvalidRequestError (`weights_uri`,
@@ -114,7 +114,7 @@ class Engine(Protocol):
 
     def generate(
         self, requests: Sequence[GenerationRequest], progress_interval_tokens: int
-    ) -> AsyncIterator[GenerationResult | GenerationProgress]:
+    ) -> AsyncGenerator[GenerationResult | GenerationProgress]:
         """Sample all requests (one prompt); yield each result as it finishes, progress between.
 
         The requests are in the engine's hands once the first item is asked for: an `abort` or

@@ -29,6 +29,7 @@ from services.rollout.engine import (
     GenerationResult,
     InvalidRequestError,
 )
+from services.rollout.torch_engine.decoder_config import read_config
 from services.rollout.torch_engine.model_runner import ModelRunner, Prefill
 from services.rollout.torch_engine.scheduler import Event, Group, ResponseState, Scheduler
 from services.rollout.torch_engine.slot_table import SlotInput
@@ -66,11 +67,13 @@ class DecodeLoop:
     def load_weights(self, directory: Path) -> None:
         """See `Engine.load_weights`."""
         self._refuse_while_busy("load weights")
-        if self._runner is not None:
+        config = read_config(directory)
+        if self._runner is not None and self._runner.config == config:
             self._runner.swap_weights(directory)
             return
         self._runner = ModelRunner(
             directory,
+            config,
             slot_count=self._scheduler.slot_count,
             max_context_tokens=self._max_context,
             device=self._device,

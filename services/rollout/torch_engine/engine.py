@@ -16,7 +16,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -99,7 +99,7 @@ class TorchEngine:
 
     async def generate(
         self, requests: Sequence[GenerationRequest], progress_interval_tokens: int
-    ) -> AsyncIterator[_Event]:
+    ) -> AsyncGenerator[_Event]:
         self._refuse_if_unusable()
         for request in requests:
             self._check(request)

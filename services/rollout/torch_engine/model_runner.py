@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.rollout.engine import InvalidRequestError
 from services.rollout.torch_engine.decoder import Decoder
-from services.rollout.torch_engine.decoder_config import DecoderConfig, read_config
+from services.rollout.torch_engine.decoder_config import DecoderConfig
 from services.rollout.torch_engine.kv_cache import KvCache
 from services.rollout.torch_engine.slot_table import SlotInput, SlotLog, SlotTable
 from services.rollout.torch_engine.weights import read_weights
@@ -41,6 +40,7 @@ class ModelRunner:
     def __init__(
         self,
         directory: Path,
+        config: DecoderConfig,
         *,
         slot_count: int,
         max_context_tokens: int,
@@ -48,8 +48,7 @@ class ModelRunner:
         dtype: torch.dtype,
     ) -> None:
         """Raises WeightsNotFoundError, InvalidRequestError."""
-        config = read_config(directory)
-        self.config: DecoderConfig = config
+        self.config = config
         self.context = min(config.max_context, max_context_tokens or config.max_context)
         self._device = device
         self._decoder = Decoder(
@@ -74,14 +73,7 @@ class ModelRunner:
 
         Raises WeightsNotFoundError, InvalidRequestError; then nothing has changed.
         """
-        config = read_config(directory)
-        if config != self.config:
-            raise InvalidRequestError(
-                "weights_uri",
-                f"{directory} has another architecture, {config}, than the weights in force,"
-                f" {self.config}; release the engine before it changes",
-            )
-        self._decoder.swap(read_weights(directory, config))
+        self._decoder.swap(read_weights(directory, self.config))
         self._cache.clear()
 
     def start(self, prefills: Sequence[Prefill], inputs: Sequence[SlotInput]) -> None:

@@ -1,0 +1,64 @@
+"""Starts a rollout replica: `python -m services.rollout`. SIGTERM ends it."""
+
+from __future__ import annotations
+
+import torch
+import uvloop
+
+from rollpacker.observability import set_up_logging
+from rollpacker.rpc.heartbeat import run_heartbeat
+from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2_grpc
+from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
+from services.rollout.settings import RolloutServiceSettings
+from services.rollout.torch_engine import TorchEngine
+
+
+def main() -> None:
+    """Run until SIGTERM, or until the engine fails."""
+    settings = RolloutServiceSettings()
+    set_up_logging("rollout", settings.log_level)
+    torch.set_num_threads(settings.threads)
+    uvloop.run(run(settings))
+
+
+async def run(settings: RolloutServiceSettings) -> None:
+    """The life of one replica."""
+    engine = TorchEngine(
+        slots=settings.slots,
+        kv_budget_tokens=settings.kv_budget_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+    )
+    servicer = RolloutServicer(
+        engine, replica_id=settings.worker_id, weights_root=settings.weights_root
+    )
+    server = RpcServer(
+        settings.address,
+        [SERVICE_NAME],
+        lambda grpc_server: rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(
+            servicer, grpc_server
+        ),
+    )
+
+    async def heartbeat() -> None:
+        await run_heartbeat(
+            settings,
+            coordinator_service_pb2.WORKER_KIND_ROLLOUT,
+            server.address,
+            engine_stats=engine.stats,
+        )
+
+    async def watch() -> None:
+        await watch_engine(engine, server)
+
+    try:
+        await serve(server, address_file=settings.address_file, background=[watch, heartbeat])
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    main()
