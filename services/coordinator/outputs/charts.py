@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from services.coordinator.outputs import svg
-from services.coordinator.outputs.formatting import format_number, format_share
+from services.coordinator.outputs.formatting import format_number, format_score
 from services.coordinator.outputs.lines import ValidationLine
 from services.coordinator.outputs.loaded_run import LoadedRun, RoundClass, round_class
 from services.coordinator.outputs.svg import Point, Scale
@@ -66,7 +66,7 @@ def _reward_dots(run: LoadedRun, x: Scale, y: Scale) -> Markup:
         reward = line.metric(_REWARD)
         if reward is not None:
             kind = round_class(line)
-            title = f"step {line.step} ({kind.label}): reward {format_number(reward)}"
+            title = f"step {line.step} ({kind.label}): reward {format_score(reward)}"
             dot = svg.element(
                 "circle", cx=x(line.step), cy=y(reward), r=2.8, class_=f"dot {round_css(kind)}"
             )
@@ -95,7 +95,7 @@ def _validation_marks(lines: Sequence[ValidationLine], x: Scale, y: Scale) -> Ma
         ends = {0, len(scored) - 1}
         for index, (line, score) in enumerate(scored):
             place = (x(line.step), y(score))
-            title = f"{name} after {line.step} updates: {format_number(score)}"
+            title = f"{name} after {line.step} updates: {format_score(score)}"
             marks += svg.titled(title, _interval(line, place[0], y), _diamond(place))
             if index in ends or len(scored) <= _MAX_LABELLED_MARKS:
                 marks += _mark_label(place, score, x)
@@ -120,7 +120,7 @@ def _interval(line: ValidationLine, x: float, y: Scale) -> Markup:
 def _mark_label(place: Point, score: float, x: Scale) -> Markup:
     near_end = place[0] > x.end - 30
     offset, anchor = (-11, "end") if near_end else (11, "start")
-    return svg.text((place[0] + offset, place[1] - 9), format_number(score), "mark", anchor)
+    return svg.text((place[0] + offset, place[1] - 9), format_score(score), "mark halo", anchor)
 
 
 def score_interval(line: ValidationLine) -> tuple[float, float] | None:
@@ -154,19 +154,18 @@ def before_after_chart(run: LoadedRun, width: float = 340) -> Markup:
         for index, (name, line, score) in enumerate(rows)
     )
     label = "; ".join(f"{name} after {line.step} updates {score:.3f}" for name, line, score in rows)
-    axis = svg.x_axis(x, height - 22, "", 4)
+    axis = svg.x_axis(x, height - 22)
     return svg.drawing(width, height, f"Held-out scores: {label}", bars, axis)
 
 
 def _score_bar(name: str, line: ValidationLine, score: float, x: Scale, top: float) -> Markup:
     when = "initial weights" if line.step == 0 else f"after {line.step} updates"
-    shown = format_share(score) if 0 <= score <= 1 else format_number(score)
     middle = top + 40
     bar = svg.rectangle(
         x(0), middle - 11, x(score) - x(0), 22, "before" if line.step == 0 else "after"
     )
     words = svg.text((x(0), top + 20), f"{name}, {when}", "label")
-    figure = svg.text((x.end + 8, top + 20), shown, "mark", "end")
+    figure = svg.text((x.end + 8, top + 20), format_score(score), "mark", "end")
     bounds = score_interval(line)
     if bounds is None:
         return words + figure + bar
@@ -192,7 +191,7 @@ def small_chart(
     bottom = height - 24
     values = [value for _, value in points] + ([] if reference is None else [reference])
     x = Scale(0, max(1, points[-1][0]), left + 4, width - 8)
-    y = svg.value_scale(values, bottom, 10, zero=reference is None)
+    y = svg.value_scale(values, bottom, 10, zero=reference is None, spaces=3)
     curve = svg.bucket_means([(x(step), y(value)) for step, value in points], _MAX_LINE_POINTS)
     base = Markup("")
     if reference is not None:
@@ -201,8 +200,8 @@ def small_chart(
         width,
         height,
         f"{name} over {len(points)} steps, last {format_number(points[-1][1])}",
-        svg.y_axis(y, left, width, count=3),
-        svg.x_axis(x, bottom, count=4),
+        svg.y_axis(y, left, width),
+        svg.x_axis(x, bottom),
         base,
         svg.path(curve, "curve"),
     )

@@ -42,7 +42,7 @@ def compare_runs(run_directory: Path, baseline_directory: Path) -> dict[str, Any
     return {
         "run": run,
         "baseline": baseline,
-        "ratios": {name: _ratio(run[name], baseline[name]) for name in RATIOS},
+        "ratios": _ratios(run, baseline),
         "notes": _notes(run, baseline),
     }
 
@@ -89,6 +89,14 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
     } | {name: summary[name] for name in FIGURES if name in summary}
 
 
+def _ratios(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
+    """Wall times have a ratio only when both runs did the same work."""
+    ratios = {name: _ratio(run[name], baseline[name]) for name in RATIOS}
+    if run["trained_responses"] != baseline["trained_responses"]:
+        ratios["wall_seconds"] = None
+    return ratios
+
+
 def _step_seconds(run: LoadedRun) -> float:
     return math.fsum(line.seconds for line in run.steps)
 
@@ -96,10 +104,10 @@ def _step_seconds(run: LoadedRun) -> float:
 def _notes(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
     """What a reader must know to trust the ratios."""
     notes = ["Ratios are run / baseline."]
-    if run["steps"] != baseline["steps"]:
+    if run["trained_responses"] != baseline["trained_responses"]:
         notes.append(
-            f"The wall times cover {run['steps']} and {baseline['steps']} steps; compare times per"
-            " step, or tokens per second."
+            f"The wall times cover {run['steps']} and {baseline['steps']} steps, so they have no"
+            " ratio; compare times per step, or tokens per second."
         )
     if min(run["steps"], baseline["steps"]) < 10:
         notes.append("Fewer than ten steps: the ratios are noisy.")

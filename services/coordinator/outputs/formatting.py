@@ -15,6 +15,21 @@ def format_number(value: float | None, unit: str = "") -> str:
     return f"{_digits(value)} {unit}" if unit else _digits(value)
 
 
+def format_score(value: float | None) -> str:
+    """A reward or an accuracy, with three decimals so that two can be compared: 0.230."""
+    return MISSING if value is None else f"{value:.3f}"
+
+
+def format_tick(value: float) -> str:
+    """A round value of an axis: 2.5, 10,000, 1e-05."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
+
+
+def format_fixed(value: float | None, decimals: int) -> str:
+    """A number in a column, its decimals below each other."""
+    return MISSING if value is None else f"{value:,.{decimals}f}"
+
+
 def format_share(value: float | None) -> str:
     """A share of one, in percent: 12.3 %."""
     return MISSING if value is None else f"{value * 100:.1f} %"

@@ -28,6 +28,7 @@ from services.coordinator.outputs.run_directory import (
 )
 from services.coordinator.outputs.samples import ResponseRow, scan
 
+NOT_SCORED = "NOT SCORED"
 OWN_VALIDATION = "validation"  # name of measurements that stand in the step's own metrics
 _KIND_ORDER = {"short": 0, "long": 1, "drain": 2}
 
@@ -59,6 +60,7 @@ class LoadedRun:
     steps: tuple[StepLine, ...]  # in order
     validations: tuple[ValidationLine, ...]  # in order of step
     lengths: Mapping[RoundClass, Counter[int]]  # tokens of trained responses -> how many
+    verdicts: Mapping[int, Counter[str]]  # step -> verdicts of its trained responses
 
     def responses(self, step: int) -> Iterator[ResponseRow]:
         """The trained responses of a step; none when its samples are gone."""
@@ -95,6 +97,7 @@ def load_run(directory: Path) -> LoadedRun:
         raise RunDirectoryError(
             f"{directory}: a line of metrics.jsonl or validation.jsonl lacks {error}; restore it"
         ) from error
+    lengths, verdicts = _count(files, steps)
     return LoadedRun(
         files=files,
         run_id=str(run.get("run_id", directory.name)),
@@ -102,7 +105,8 @@ def load_run(directory: Path) -> LoadedRun:
         settings=run.get("settings", {}),
         steps=steps,
         validations=tuple(_with_own(measured, steps)),
-        lengths=_count_lengths(files, steps),
+        lengths=lengths,
+        verdicts=verdicts,
     )
 
 
@@ -138,15 +142,20 @@ def _with_own(measured: list[ValidationLine], steps: Iterable[StepLine]) -> list
     return sorted(measured, key=lambda line: line.step)
 
 
-def _count_lengths(
+def _count(
     files: RunDirectory, steps: Iterable[StepLine]
-) -> dict[RoundClass, Counter[int]]:
+) -> tuple[dict[RoundClass, Counter[int]], dict[int, Counter[str]]]:
+    """Lengths by kind of round and verdicts by step, in one pass over the samples."""
     lengths: dict[RoundClass, Counter[int]] = {}
+    verdicts: dict[int, Counter[str]] = {}
     for line in steps:
-        counts = lengths.setdefault(round_class(line), Counter())
-        counts.update(row.token_count for row in _scan_step(files, line.step))
+        rows = list(_scan_step(files, line.step))
+        if rows:
+            counts = lengths.setdefault(round_class(line), Counter())
+            counts.update(row.token_count for row in rows)
+            verdicts[line.step] = Counter(row.verdict or NOT_SCORED for row in rows)
     ordered = sorted(lengths.items(), key=lambda item: item[0].sort_key)
-    return {kind: counts for kind, counts in ordered if counts}
+    return dict(ordered), verdicts
 
 
 def _scan_step(files: RunDirectory, step: int) -> Iterator[ResponseRow]:

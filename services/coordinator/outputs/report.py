@@ -25,6 +25,7 @@ from services.coordinator.outputs.formatting import (
     format_duration,
     format_number,
     format_ratio,
+    format_score,
     format_time,
 )
 from services.coordinator.outputs.loaded_run import LoadedRun, round_class
@@ -32,9 +33,11 @@ from services.coordinator.outputs.report_tables import (
     comparison_rows,
     sample_cards,
     steps_table,
+    verdict_rows,
 )
 
 _TEMPLATE = "report.html"
+_PROMPTS, _RESPONSES = "prompts_per_step", "responses_per_prompt"  # settings
 
 # Metric, title, what it means, reference line.
 _SCHEDULING_CURVES = (
@@ -51,7 +54,6 @@ _TRAINER_CURVES = (
     ("trainer/mismatch_kl", "Engine mismatch", "KL of engine and trainer, nats per token", None),
     ("trainer/entropy", "Entropy", "nats per token", None),
     ("trainer/clip_fraction", "Clipped", "share of tokens at the clip", None),
-    ("reward/none_count", "Without reward", "responses that the reward service gave up on", None),
 )
 
 
@@ -100,6 +102,7 @@ def build_report(
         comparison=comparison,
         comparison_rows=comparison_rows(comparison) if comparison else [],
         table=steps_table(run),
+        verdicts=verdict_rows(run),
         samples=sample_cards(run),
         settings=json.dumps(run.settings, indent=2, sort_keys=True, default=str),
     )
@@ -125,7 +128,7 @@ def headline_figures(run: LoadedRun, summary: Mapping[str, Any]) -> list[Figure]
         Figure(
             "Training reward",
             _change(summary["reward_first"], summary["reward_last"]),
-            "mean of the first → last tenth of steps",
+            "first → last tenth of steps" + _unscored(run),
         ),
         Figure("Steps", f"{summary['steps']:,}", rounds or "none committed yet"),
         Figure(
@@ -160,7 +163,12 @@ def headline_figures(run: LoadedRun, summary: Mapping[str, Any]) -> list[Figure]
 def _change(before: float | None, after: float | None) -> str:
     if before is None and after is None:
         return MISSING
-    return f"{format_number(before)} → {format_number(after)}"
+    return f"{format_score(before)} → {format_score(after)}"
+
+
+def _unscored(run: LoadedRun) -> str:
+    count = run.sum_of("reward/none_count")
+    return f"; {count:,.0f} responses without a reward" if count else ""
 
 
 def _round_counts(run: LoadedRun) -> dict[str, int]:
@@ -176,7 +184,11 @@ def _subtitle(run: LoadedRun) -> str:
     if not run.steps:
         return "no step committed yet"
     start, end = run.steps[0].start_time, run.steps[-1].end_time
-    return f"{format_time(start)}, {format_duration(end - start)} in all"
+    words = [format_time(start), f"{format_duration(end - start)} from first round to last commit"]
+    schedule = run.settings.get("tail_batching")
+    if isinstance(schedule, Mapping) and schedule.keys() >= {_PROMPTS, _RESPONSES}:
+        words.append(f"{schedule[_PROMPTS]} prompts × {schedule[_RESPONSES]} responses per step")
+    return " · ".join(words)
 
 
 def _timeline_note(run: LoadedRun) -> str:

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from rollpacker.types import PromptGroup, ScoredResponse, Verdict
+from services.coordinator.outputs import svg
 from services.coordinator.outputs.charts import round_css
 from services.coordinator.outputs.comparison import FIGURES
-from services.coordinator.outputs.formatting import format_number, format_ratio
+from services.coordinator.outputs.formatting import (
+    format_fixed,
+    format_number,
+    format_ratio,
+    format_share,
+)
 from services.coordinator.outputs.lines import StepLine
-from services.coordinator.outputs.loaded_run import LoadedRun, round_class
+from services.coordinator.outputs.loaded_run import NOT_SCORED, LoadedRun, round_class
 from services.coordinator.outputs.samples import read_groups
 
 _MAX_STEP_ROWS = 1000
 _SHOWN_HEAD, _SHOWN_TAIL = 900, 300  # characters of a long response
 
-# Heading, metric.
+# Heading, metric, decimals.
 _COLUMNS = (
-    ("reward", "reward/mean"),
-    ("mean length", "response_length/mean"),
-    ("p99", "response_length/p99"),
-    ("max", "response_length/max"),
-    ("launched", "tail/launched_groups"),
-    ("kept", "tail/kept_groups"),
-    ("deferred", "tail/deferred_groups"),
-    ("queue", "tail/queue_length"),
-    ("oldest", "tail/max_age"),
-    ("step s", "timing_s/step"),
-    ("rollout s", "timing_s/rollout"),
-    ("train wait s", "timing_s/train_wait"),
-    ("bias", "bias/ratio"),
-    ("waste", "perf/waste"),
+    ("reward", "reward/mean", 3),
+    ("mean tokens", "response_length/mean", 1),
+    ("p99", "response_length/p99", 0),
+    ("max", "response_length/max", 0),
+    ("launched", "tail/launched_groups", 0),
+    ("kept", "tail/kept_groups", 0),
+    ("deferred", "tail/deferred_groups", 0),
+    ("queue", "tail/queue_length", 0),
+    ("oldest", "tail/max_age", 0),
+    ("step s", "timing_s/step", 2),
+    ("rollout s", "timing_s/rollout", 2),
+    ("train wait s", "timing_s/train_wait", 2),
+    ("bias", "bias/ratio", 3),
+    ("waste", "perf/waste", 2),
 )
+_Column = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +76,16 @@ class ComparisonRow:
     run: str
     baseline: str
     ratio: str
+    bars: Markup
 
 
 def steps_table(run: LoadedRun) -> StepsTable:
     """All steps, or the newest ones of a long run."""
     shown = run.steps[-_MAX_STEP_ROWS:]
-    columns = [(words, name) for words, name in _COLUMNS if run.values_of(name)]
+    columns = [column for column in _COLUMNS if run.values_of(column[1])]
     left_out = len(run.steps) - len(shown)
     return StepsTable(
-        headings=["step", "round", *(words for words, _ in columns), "weights"],
+        headings=["step", "round", *(words for words, _, _ in columns)],
         rows=[(round_css(round_class(line)), _cells(line, columns)) for line in shown],
         note=f"The first {left_out:,} steps are left out; metrics.jsonl has them."
         if left_out
@@ -81,9 +93,25 @@ def steps_table(run: LoadedRun) -> StepsTable:
     )
 
 
-def _cells(line: StepLine, columns: Sequence[tuple[str, str]]) -> list[str]:
-    values = [format_number(line.metric(name)) for _, name in columns]
-    return [str(line.step), round_class(line).label, *values, str(line.weight_version)]
+def _cells(line: StepLine, columns: Sequence[_Column]) -> list[str]:
+    values = [format_fixed(line.metric(name), decimals) for _, name, decimals in columns]
+    return [str(line.step), round_class(line).label, *values]
+
+
+def verdict_rows(run: LoadedRun) -> list[tuple[str, str, str]]:
+    """Verdict, its share in the first tenth and in the last tenth of steps; most common first."""
+    counted = [run.verdicts[line.step] for line in run.steps if line.step in run.verdicts]
+    size = math.ceil(len(counted) / 10)
+    first: Counter[str] = sum(counted[:size], Counter())
+    last: Counter[str] = sum(counted[len(counted) - size :], Counter())
+    return [
+        (
+            verdict,
+            format_share(first[verdict] / first.total()),
+            format_share(last[verdict] / last.total()),
+        )
+        for verdict, _ in (first + last).most_common()
+    ]
 
 
 def sample_cards(run: LoadedRun) -> list[SampleCard]:
@@ -124,7 +152,7 @@ def _card(step: int, words: str, group: PromptGroup, one: ScoredResponse) -> Sam
     ]
     return SampleCard(
         heading=f"Step {step}, {words}",
-        verdict=one.verdict.value if one.verdict else "NOT SCORED",
+        verdict=one.verdict.value if one.verdict else NOT_SCORED,
         right=one.verdict is Verdict.CORRECT,
         facts=" · ".join(facts),
         text=shortened(visible(one.text)),
@@ -156,9 +184,18 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[ComparisonRow]:
     return [
         ComparisonRow(
             name=words,
-            run=format_number(run.get(name), unit),
-            baseline=format_number(baseline.get(name), unit),
+            run=format_number(run[name], unit),
+            baseline=format_number(baseline[name], unit),
             ratio=format_ratio(ratios[name]) if ratios.get(name) is not None else "",
+            bars=_bars(run[name], baseline[name]) if ratios.get(name) is not None else Markup(""),
         )
         for name, (words, unit) in FIGURES.items()
     ]
+
+
+def _bars(run: float, baseline: float, width: float = 260) -> Markup:
+    """Two bars to one scale: the run above, the baseline below."""
+    longest = max(run, baseline)
+    upper = svg.rectangle(0, 2, width * run / longest, 8, "after")
+    lower = svg.rectangle(0, 12, width * baseline / longest, 8, "before")
+    return svg.drawing(width, 22, f"{run:g} against {baseline:g}", upper, lower)

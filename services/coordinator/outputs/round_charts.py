@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from services.coordinator.outputs import svg
 from services.coordinator.outputs.charts import round_css
-from services.coordinator.outputs.formatting import format_number
+from services.coordinator.outputs.formatting import format_number, format_score
 from services.coordinator.outputs.lines import StepLine
 from services.coordinator.outputs.loaded_run import (
     LoadedRun,
@@ -53,7 +53,7 @@ def timeline_chart(run: LoadedRun, width: float = 1100) -> Markup:
     parts = []
     for number, strip in enumerate(strips):
         top = 10 + number * (strip_height + gap)
-        y = svg.value_scale([longest], top + strip_height, top)
+        y = svg.value_scale([longest], top + strip_height, top, spaces=3)
         parts.append(_strip(strip, size, y, width))
     height = 10 + len(strips) * (strip_height + gap)
     label = f"Time of {len(run.steps)} steps by phase, longest {longest:.1f} s"
@@ -71,7 +71,7 @@ def _strip(strip: Sequence[StepLine], size: int, y: Scale, width: float) -> Mark
         for index, line in enumerate(strip)
         if index % every == 0
     ]
-    grid = svg.y_axis(y, left, width, "s", count=3)
+    grid = svg.y_axis(y, left, width, " s")
     base = svg.line((left, y.start), (width, y.start), "axis")
     return grid + Markup("").join([*bars, base, *ticks])
 
@@ -87,7 +87,7 @@ def _step_bar(line: StepLine, x: float, width: float, y: Scale) -> Markup:
         words.append(f"{span.name} {span.end - span.start:.2f} s")
     reward = line.metric("reward/mean")
     if reward is not None:
-        words.append(f"reward {format_number(reward)}")
+        words.append(f"reward {format_score(reward)}")
     return svg.titled("\n".join(words), *boxes)
 
 
@@ -121,7 +121,7 @@ def length_histogram(run: LoadedRun, width: float = 540) -> Markup:
     edges = length_edges(min(everything), max(everything))
     shares = {kind: binned_shares(counts, edges) for kind, counts in run.lengths.items()}
     highest = max(max(row) for row in shares.values())
-    pitch, left = 86.0, 6.0
+    pitch, left = 90.0, 6.0
     x = Scale(0, len(edges) - 1, left, width - 6)
     rows = [
         _histogram_row(kind, run.lengths[kind], row, x, Scale(0, highest, base, base - 56))
@@ -147,7 +147,7 @@ def _histogram_row(
         if share > 0
     ]
     median, high, longest = percentile(counts, 0.5), percentile(counts, 0.99), max(counts)
-    figures = f"{counts.total():,} responses   p50 {median:,}   p99 {high:,}   max {longest:,}"
+    figures = f"{counts.total():,} responses · p50 {median:,} · p99 {high:,} · max {longest:,}"
     top = y.end - 12
     words = svg.text((x.start, top), kind.label, "label strong")
     words += svg.text((x.end, top), figures, "tick", "end")

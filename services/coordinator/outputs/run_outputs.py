@@ -1,8 +1,7 @@
 """`RunOutputs`: what the coordinator calls after each committed step, and at the end.
 
-A step's outputs are complete when its line stands in metrics.jsonl, which is written last:
-`newest_step` tells a resumed coordinator whether the newest committed step must be written again.
-Until then the coordinator keeps the step's groups (its sample stream).
+A step's outputs are complete when its line stands in metrics.jsonl, which is written last. Until
+`write_step` has returned the coordinator keeps the step's groups, so that it can repeat the call.
 
 Invariants: metrics.jsonl and samples/ hold every step at most once, in order, and the same steps;
 a repeat replaces; a rewind moves what it takes back to superseded/. Nothing is ever overwritten
@@ -39,8 +38,13 @@ from services.coordinator.outputs.tensorboard import EventLog
 _VALIDATION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class StepNotFoundError(LookupError):
-    """The run directory holds no samples of this step."""
+def read_step_samples(directory: Path, step: int) -> list[PromptGroup] | None:
+    """The trained groups of a step, in the order of the update; None when there are none.
+
+    directory: of the run. Raises RunDirectoryError when the samples cannot be read.
+    """
+    path = RunDirectory(directory).samples_file(step)
+    return read_groups(path) if path.exists() else None
 
 
 class RunOutputs:
@@ -69,11 +73,6 @@ class RunOutputs:
         self._train_log = EventLog(self._files.tensorboard / "train")
         self._validation_logs: dict[str, EventLog] = {}
 
-    @property
-    def newest_step(self) -> int | None:
-        """The newest step whose outputs are complete, or None."""
-        return self._newest_step
-
     def write_step(self, record: StepRecord, groups: Sequence[PromptGroup]) -> None:
         """Write the outputs of a committed step; a repeat replaces them.
 
@@ -91,13 +90,6 @@ class RunOutputs:
         self._train_log.write(line.step, line.end_time, scalars)
         self._files.metrics.append(step_line_to_json(line))
         self._newest_step = record.step
-
-    def read_step(self, step: int) -> list[PromptGroup]:
-        """The groups of a step, in the order of the update. Raises StepNotFoundError."""
-        path = self._files.samples_file(step)
-        if not path.exists():
-            raise StepNotFoundError(f"run {self._run_id} has no samples of step {step} in {path}")
-        return read_groups(path)
 
     def supersede_from(self, step: int) -> None:
         """The run goes on from `step`: move the outputs of it and of later steps to superseded/.
@@ -149,6 +141,11 @@ class RunOutputs:
             if finite(value) is not None
         }
         log.write(step, line.time, scalars)
+
+    def has_validation(self, step: int, name: str) -> bool:
+        """Whether the weights after `step` updates were measured on this held-out set."""
+        rows = self._files.validation.read()
+        return any((row["step"], row["name"]) == (step, name) for row in rows)
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json, report.html and trace.json from the files; returns the summary.

@@ -38,7 +38,7 @@ def summarize(run: LoadedRun) -> dict[str, Any]:
         "trained_groups": sum(line.trained_groups for line in run.steps),
         "deferrals": _deferrals(run),
         "undrained": _whole(run.last_of("tail/queue_length")),
-        "waste": _ratio(run.sum_of("perf/generated_tokens"), run.sum_of("perf/trained_tokens")),
+        "waste": run.last_of("perf/waste"),
         "bias_ratio": run.last_of("bias/ratio"),
         "weight_version": run.steps[-1].weight_version if run.steps else 0,
     }
@@ -57,10 +57,7 @@ def validation_before_and_after(run: LoadedRun) -> tuple[float | None, float | N
 
 
 def trained_tokens(run: LoadedRun) -> float:
-    """Tokens of trained responses; counted from the samples where a step did not report them."""
-    reported = run.values_of("perf/trained_tokens")
-    if run.steps and len(reported) == len(run.steps):
-        return math.fsum(reported)
+    """Tokens of all trained responses, counted from the samples."""
     return float(sum(length * count for length, count in run.all_lengths.items()))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from services.coordinator.outputs.formatting import format_number
+from services.coordinator.outputs.formatting import format_tick
 
 Point = tuple[float, float]
 
@@ -76,6 +76,7 @@ class Scale:
     start: float  # pixel of low
     end: float  # pixel of high
     log: bool = False
+    spaces: int = 5  # between ticks, about
 
     def __call__(self, value: float) -> float:
         low, high = self._position(self.low), self._position(self.high)
@@ -85,13 +86,18 @@ class Scale:
     def _position(self, value: float) -> float:
         return math.log(max(value, self.low)) if self.log else value
 
-    def ticks(self, count: int = 5) -> list[float]:
-        """Round values within the domain, about `count` of them."""
-        values = _log_ticks(self.low, self.high) if self.log else nice(self.low, self.high, count)
+    def ticks(self) -> list[float]:
+        """Round values within the domain."""
+        if self.log:
+            values = _log_ticks(self.low, self.high)
+        else:
+            values = nice(self.low, self.high, self.spaces)
         return [value for value in values if self.low <= value <= self.high * (1 + 1e-9)]
 
 
-def value_scale(values: Iterable[float], start: float, end: float, zero: bool = True) -> Scale:
+def value_scale(
+    values: Iterable[float], start: float, end: float, zero: bool = True, spaces: int = 4
+) -> Scale:
     """A linear scale with room for all values, from round to round; from 0 if asked for."""
     known = [value for value in values if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=1.0)
@@ -99,8 +105,8 @@ def value_scale(values: Iterable[float], start: float, end: float, zero: bool = 
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low < 1e-12:
         low, high = low - 0.5 * (not zero), high + 0.5 + 0.5 * zero
-    ticks = nice(low, high, 4)
-    return Scale(ticks[0], ticks[-1], start, end)
+    ticks = nice(low, high, spaces)
+    return Scale(ticks[0], ticks[-1], start, end, spaces=len(ticks) - 1)
 
 
 def nice(low: float, high: float, count: int) -> list[float]:
@@ -121,20 +127,20 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [base**power for power in range(first, last + 1)]
 
 
-def y_axis(scale: Scale, left: float, right: float, unit: str = "", count: int = 4) -> Markup:
+def y_axis(scale: Scale, left: float, right: float, unit: str = "") -> Markup:
     """Grid lines with their values at the left."""
     return Markup("").join(
         line((left, scale(tick)), (right, scale(tick)), "grid")
-        + text((left - 8, scale(tick) + 4), format_number(tick, unit), "tick", "end")
-        for tick in scale.ticks(count)
+        + text((left - 8, scale(tick) + 4), f"{format_tick(tick)}{unit}", "tick", "end")
+        for tick in scale.ticks()
     )
 
 
-def x_axis(scale: Scale, bottom: float, title: str = "", count: int = 6) -> Markup:
+def x_axis(scale: Scale, bottom: float, title: str = "") -> Markup:
     """The base line with values below it; the title stands at its right end."""
     marks = Markup("").join(
-        text((scale(tick), bottom + 17), format_number(tick), "tick", "middle")
-        for tick in scale.ticks(count)
+        text((scale(tick), bottom + 17), format_tick(tick), "tick", "middle")
+        for tick in scale.ticks()
         if not title or scale(tick) < scale.end - 7 * len(title) - 12
     )
     base = line((scale.start, bottom), (scale.end, bottom), "axis")
