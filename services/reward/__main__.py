@@ -1,0 +1,37 @@
+"""The reward service as a process: `python -m services.reward`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import uvloop
+
+from rollpacker.observability import set_up_logging
+from rollpacker.rpc.heartbeat import run_heartbeat
+from rollpacker.rpc.server import serve
+from rollpacker.v1 import coordinator_service_pb2
+from services.reward.server import make_server
+from services.reward.settings import RewardServiceSettings
+from services.reward.worker_pool import WorkerPool
+
+
+async def run(settings: RewardServiceSettings) -> None:
+    """Serve until SIGTERM or SIGINT; leaves no worker behind."""
+    pool = WorkerPool(settings.slots, settings.time_limit_seconds, settings.waiting_per_slot)
+    async with pool:
+        server = make_server(settings.address, pool)
+        heartbeat = partial(
+            run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
+        )
+        await serve(server, address_file=settings.address_file, background=[heartbeat])
+
+
+def main() -> None:
+    """Read the settings from the environment and run."""
+    settings = RewardServiceSettings()
+    set_up_logging("reward", settings.log_level)
+    uvloop.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Messages between the service and its grading workers: four bytes of length, then JSON.
+
+Service to worker: {"load": kind} or {"grade": {grader_kind, response_text, reference_json,
+prompt_text}}. Worker to service: {"loaded": kind}, {"score": {reward, verdict, extracted_answer,
+breakdown}}, {"bad_reference": message} or {"failed": message}. One reply per request, in order.
+Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+from rollpacker.types import GraderKind, Verdict
+from services.reward.graders.grader import GradingTask, Score
+
+_LENGTH = struct.Struct(">I")
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of one message."""
+    body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read(reader: asyncio.StreamReader) -> Message:
+    """The next message. Raises asyncio.IncompleteReadError when the peer is gone."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return _decode(await reader.readexactly(length))
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """The next message, waiting for it; None when the peer is gone."""
+    head = _receive_exactly(connection, _LENGTH.size)
+    if head is None:
+        return None
+    body = _receive_exactly(connection, _LENGTH.unpack(head)[0])
+    return None if body is None else _decode(body)
+
+
+def task_to_message(task: GradingTask) -> Message:
+    return {
+        "grader_kind": task.grader_kind.value,
+        "response_text": task.response_text,
+        "reference_json": task.reference_json,
+        "prompt_text": task.prompt_text,
+    }
+
+
+def task_from_message(message: Message) -> GradingTask:
+    return GradingTask(**{**message, "grader_kind": GraderKind(message["grader_kind"])})
+
+
+def score_to_message(score: Score) -> Message:
+    return {
+        "reward": score.reward,
+        "verdict": score.verdict.value,
+        "extracted_answer": score.extracted_answer,
+        "breakdown": dict(score.breakdown),
+    }
+
+
+def score_from_message(message: Message) -> Score:
+    return Score(**{**message, "verdict": Verdict(message["verdict"])})
+
+
+def _decode(body: bytes) -> Message:
+    message: Message = json.loads(body)
+    return message
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)

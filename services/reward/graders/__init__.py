@@ -1,0 +1,1 @@
+"""The graders of the reward service, one per GraderKind; `registry` lists them."""

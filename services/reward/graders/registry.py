@@ -1,0 +1,22 @@
+"""Which graders this installation offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from types import MappingProxyType
+
+from rollpacker.types import GraderKind
+from services.reward.graders.grader import Grader
+from services.reward.graders.math import MathGrader
+from services.reward.graders.reasoning_gym import ReasoningGymGrader
+
+
+@cache
+def graders() -> Mapping[GraderKind, Grader]:
+    """The graders by kind; reasoning_gym only where its package is installed."""
+    offered: dict[GraderKind, Grader] = {GraderKind.MATH: MathGrader()}
+    if find_spec("reasoning_gym"):
+        offered[GraderKind.REASONING_GYM] = ReasoningGymGrader()
+    return MappingProxyType(offered)

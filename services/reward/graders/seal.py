@@ -1,0 +1,66 @@
+"""While the seal is closed, this process compiles no text and reaches nothing outside itself.
+
+Model text must never be evaluated, and libraries do it where one does not look (sympify,
+parse_expr, eval in a scorer). So a grading worker closes the seal around each task: an audit hook
+refuses to compile text, to start a process, to open a socket, to write a file. A library may
+swallow the exception and go on to a wrong score; therefore the seal remembers what it refused, and
+raises again when it opens.
+
+It stops accidents, not an attacker who already runs code: hostile code belongs in a sandbox.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_REFUSED_PREFIXES = ("subprocess.", "socket.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn")
+_REFUSED_EVENTS = frozenset(
+    {"os.system", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.kill", "pty.spawn"}
+)
+_TEXT_FILE = "<string>"  # the file name that eval, exec and compile of text go by
+_WRITING = frozenset("wax+")
+
+
+class EvaluationRefusedError(Exception):
+    """The grading tried what a closed seal refuses; the message says what."""
+
+
+class Seal:
+    """The seal of this process; make one, at the start (an audit hook cannot be removed)."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._refused = ""
+        sys.addaudithook(self._audit)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Close the seal for a while. Raises EvaluationRefusedError at the end if it refused."""
+        self._closed, self._refused = True, ""
+        try:
+            yield
+        finally:
+            self._closed = False
+        if self._refused:
+            raise EvaluationRefusedError(self._refused)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._closed and _is_refused(event, arguments):
+            self._refused = f"it tried to {_name(event)}, which grading never may"
+            raise EvaluationRefusedError(self._refused)
+
+
+def _is_refused(event: str, arguments: tuple[Any, ...]) -> bool:
+    if event == "compile":
+        return bool(arguments[1] == _TEXT_FILE)
+    if event == "open":
+        return not _WRITING.isdisjoint(arguments[1] or "r")
+    return event in _REFUSED_EVENTS or event.startswith(_REFUSED_PREFIXES)
+
+
+def _name(event: str) -> str:
+    names = {"compile": "evaluate text as Python", "open": "write a file"}
+    return names.get(event, f"call {event}")

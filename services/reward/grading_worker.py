@@ -1,0 +1,78 @@
+"""A grading worker: `python -m services.reward.grading_worker`, started by the reward service only.
+
+It speaks `framing` over the socket that is its standard input, one task after the other, and holds
+nothing between two tasks. It ends when the service closes the socket, and the kernel kills it when
+the service dies. The service may kill it at any moment: that is how a time limit ends.
+
+Memory is limited, so that one answer cannot take the host's; a task over it is a verdict. The
+seal is closed while a task is graded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+
+from rollpacker.observability import set_up_logging
+from rollpacker.types import GraderKind, Verdict
+from services.reward import framing
+from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask, Score
+from services.reward.graders.registry import graders
+from services.reward.graders.seal import EvaluationRefusedError, Seal
+
+MEMORY_LIMIT_BYTES = 2 << 30
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Serve until the socket is closed."""
+    set_up_logging("reward worker", "WARNING")
+    _die_with_the_service()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    seal = Seal()
+    with socket.socket(fileno=os.dup(0)) as connection:
+        while (request := framing.receive(connection)) is not None:
+            connection.sendall(framing.encode(_answer(request, seal)))
+
+
+def _answer(request: framing.Message, seal: Seal) -> framing.Message:
+    if "load" in request:
+        graders()[GraderKind(request["load"])].load()
+        return {"loaded": request["load"]}
+    task = framing.task_from_message(request["grade"])
+    try:
+        with seal.closed():
+            score = graders()[task.grader_kind].grade(task)
+    except BadReferenceError as error:
+        return {"bad_reference": str(error)}
+    except GraderFailedError as error:
+        return {"failed": str(error)}
+    except EvaluationRefusedError as error:
+        return {"failed": f"{_scorer_name(task)}: {error}"}
+    except MemoryError:
+        score = Score(0.0, Verdict.MEMORY_LIMIT)
+    except Exception as error:  # noqa: BLE001  a bug of ours: no reward, and the next task goes on
+        _log.exception("grader %s failed", task.grader_kind.value)
+        return {"failed": f"grader {task.grader_kind.value} raised {type(error).__name__}: {error}"}
+    return {"score": framing.score_to_message(score)}
+
+
+def _scorer_name(task: GradingTask) -> str:
+    return f"grader {task.grader_kind.value} with reference {task.reference_json:.80}"
+
+
+def _die_with_the_service() -> None:
+    """Ask the kernel to kill this process with its parent (Linux; elsewhere the socket ends it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

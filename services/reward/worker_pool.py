@@ -1,0 +1,212 @@
+"""The pool of grading workers: so many slots, each with one worker, and one bounded line.
+
+A task waits in the line, then runs in a slot; its time limit starts when it runs. What can happen
+to it there, and nothing else:
+
+- it gets a score;
+- it uses up its time: the worker is killed and replaced, the score is 0 with TIMED_OUT;
+- the worker dies by itself: the task runs once more on a fresh worker, then it is lost
+  (WorkerLostError), which is no score;
+- the reference is unusable or the scorer fails: its error reaches the caller, the worker lives on.
+
+A caller that gives up while its task waits takes it out of the line; once it runs it runs to its
+end, and the score is dropped. A full line refuses at once (SlotsBusyError) and says when to try
+again. After `stop` no process of the pool is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rollpacker.types import GraderKind, Verdict
+from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask, Score
+from services.reward.worker_process import (
+    GradingOutcome,
+    TimeLimitError,
+    WorkerLostError,
+    WorkerProcess,
+)
+
+WAITING_PER_SLOT = 1024
+_ATTEMPTS = 2  # on workers that die by themselves
+_FIRST_GRADER = GraderKind.MATH  # loaded before a worker counts as ready
+_LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.1, 5.0
+_FIRST_MEAN_SECONDS, _MEAN_WEIGHT = 0.02, 0.05
+_log = logging.getLogger(__name__)
+
+
+class SlotsBusyError(Exception):
+    """The line is full; try again after `retry_after_seconds`."""
+
+    def __init__(self, waiting: int, retry_after_seconds: float) -> None:
+        super().__init__(f"{waiting} responses wait already")
+        self.retry_after_seconds = retry_after_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    task: GradingTask
+    outcome: asyncio.Future[GradingOutcome]
+
+
+class WorkerPool:
+    """Use it as an async context manager, or call `start` and `stop`."""
+
+    def __init__(
+        self,
+        slot_count: int,
+        time_limit_seconds: float,
+        waiting_per_slot: int = WAITING_PER_SLOT,
+    ) -> None:
+        self._slots = [_Slot(time_limit_seconds) for _ in range(slot_count)]
+        self._line: asyncio.Queue[_Job] = asyncio.Queue()
+        self._waiting_limit = waiting_per_slot * slot_count
+        self._mean_seconds = _FIRST_MEAN_SECONDS
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def slot_count(self) -> int:
+        return len(self._slots)
+
+    @property
+    def busy_slot_count(self) -> int:
+        return sum(slot.busy for slot in self._slots)
+
+    @property
+    def worker_restart_count(self) -> int:
+        return sum(slot.restart_count for slot in self._slots)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The processes of the pool."""
+        return [slot.worker.pid for slot in self._slots if slot.worker]
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start every worker; returns when all are ready. Raises WorkerLostError."""
+        try:
+            await asyncio.gather(*(slot.ready_worker(_FIRST_GRADER) for slot in self._slots))
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks = [asyncio.create_task(self._run(slot)) for slot in self._slots]
+
+    async def stop(self) -> None:
+        """Kill every worker; tasks that wait or run are lost. Repeat: no effect."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(slot.drop_worker() for slot in self._slots))
+        while not self._line.empty():
+            _fail(self._line.get_nowait(), WorkerLostError("the reward service stops"))
+
+    async def grade(self, task: GradingTask) -> GradingOutcome:
+        """Score one response.
+
+        Raises SlotsBusyError, WorkerLostError, BadReferenceError, GraderFailedError.
+        """
+        waiting = self._line.qsize()
+        if waiting >= self._waiting_limit:
+            seconds = waiting * self._mean_seconds / self.slot_count
+            raise SlotsBusyError(
+                waiting, min(max(seconds, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS)
+            )
+        job = _Job(task, asyncio.get_running_loop().create_future())
+        self._line.put_nowait(job)
+        return await job.outcome
+
+    async def _run(self, slot: _Slot) -> None:
+        """The life of one slot."""
+        while True:
+            with contextlib.suppress(WorkerLostError):  # tried again for the next task
+                await slot.ready_worker(_FIRST_GRADER)
+            job = await self._line.get()
+            if not job.outcome.done():  # else the caller gave up
+                await self._work(slot, job)
+
+    async def _work(self, slot: _Slot, job: _Job) -> None:
+        try:
+            outcome = await slot.grade(job.task)
+        except (WorkerLostError, BadReferenceError, GraderFailedError) as error:
+            _fail(job, error)
+        except asyncio.CancelledError:
+            _fail(job, WorkerLostError("the reward service stops"))
+            raise
+        else:
+            self._mean_seconds += _MEAN_WEIGHT * (outcome.elapsed_seconds - self._mean_seconds)
+            if not job.outcome.done():
+                job.outcome.set_result(outcome)
+
+
+class _Slot:
+    """One place to grade: its worker, and how often that had to be replaced."""
+
+    def __init__(self, time_limit_seconds: float) -> None:
+        self._time_limit_seconds = time_limit_seconds
+        self.worker: WorkerProcess | None = None
+        self.busy = False
+        self.restart_count = 0
+        self._started = False
+
+    async def ready_worker(self, kind: GraderKind) -> WorkerProcess:
+        """The worker, started if need be, with a grader loaded. Raises WorkerLostError."""
+        if self.worker and not self.worker.alive:
+            _log.warning("grading worker %d died while idle", self.worker.pid)
+            await self.drop_worker()
+        if self.worker is None:
+            self.restart_count += self._started
+            self._started = True
+            self.worker = await WorkerProcess.start()
+        await self.worker.load(kind)
+        return self.worker
+
+    async def drop_worker(self) -> None:
+        """Kill the worker. Repeat: no effect."""
+        worker, self.worker = self.worker, None
+        if worker:
+            await worker.kill()
+
+    async def grade(self, task: GradingTask) -> GradingOutcome:
+        """See the module for what can happen."""
+        self.busy = True
+        try:
+            return await self._grade(task)
+        finally:
+            self.busy = False
+
+    async def _grade(self, task: GradingTask) -> GradingOutcome:
+        attempt = 1
+        while True:
+            try:
+                worker = await self.ready_worker(task.grader_kind)
+                return await worker.grade(task, self._time_limit_seconds)
+            except TimeLimitError:
+                await self.drop_worker()
+                return GradingOutcome(Score(0.0, Verdict.TIMED_OUT), self._time_limit_seconds)
+            except WorkerLostError as error:
+                _log.warning("%s", error)
+                await self.drop_worker()
+                if attempt == _ATTEMPTS:
+                    raise
+                attempt += 1
+
+
+def _fail(job: _Job, error: Exception) -> None:
+    if not job.outcome.done():
+        job.outcome.set_exception(error)

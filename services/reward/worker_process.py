@@ -1,0 +1,167 @@
+"""One grading worker as the service sees it: started, asked, and killed.
+
+States: started -> loaded with some graders -> (asked -> replied)* -> dead. It is never asked twice
+at once. It dies by `kill`, or by itself, which shows as WorkerLostError at the next use.
+
+The worker is started by vfork and exec (no fork after gRPC has begun) in its own session, so that
+Ctrl-C in a terminal reaches the service only. Its environment holds no secrets.
+
+A task's time limit is CPU time of the worker: on a busy host a task does not run out of it by
+waiting for a core. A task that neither computes nor replies ends at WALL_FACTOR times the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rollpacker.types import GraderKind
+from services.reward import framing
+from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask, Score
+
+START_LIMIT_SECONDS = 120.0  # to start a worker or load a grader, on a very busy host
+WALL_FACTOR = 10.0
+_MODULE = "services.reward.grading_worker"
+_LEAST_WAIT_SECONDS = 0.02  # CPU times are counted in ticks of 10 ms
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+class WorkerLostError(Exception):
+    """The worker died or did not start, through no fault of the task that can be told."""
+
+
+class TimeLimitError(Exception):
+    """The task used up its time; the worker still runs and must be killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradingOutcome:
+    """A score and the seconds that the work took, without waiting for a slot."""
+
+    score: Score
+    elapsed_seconds: float
+
+
+class WorkerProcess:
+    """Made by `start`; whoever made it calls `kill` in the end."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._loaded: set[GraderKind] = set()
+
+    @classmethod
+    async def start(cls) -> Self:
+        """Start a process; it is ready after its first `load`. Raises WorkerLostError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(  # noqa: ASYNC220  returns after the exec, in a few ms
+                    [sys.executable, "-m", _MODULE],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise WorkerLostError(f"no grading worker could be started: {error}") from error
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def load(self, kind: GraderKind) -> None:
+        """Import what a grader needs, outside any time limit. Raises WorkerLostError."""
+        if kind in self._loaded:
+            return
+        try:
+            await asyncio.wait_for(self._ask({"load": kind.value}), START_LIMIT_SECONDS)
+        except TimeoutError as error:
+            raise WorkerLostError(
+                f"grading worker {self.pid} did not load {kind.value}"
+                f" within {START_LIMIT_SECONDS:.0f} s"
+            ) from error
+        self._loaded.add(kind)
+
+    async def grade(self, task: GradingTask, time_limit_seconds: float) -> GradingOutcome:
+        """Grade one task; the time limit starts here.
+
+        Raises TimeLimitError, WorkerLostError, BadReferenceError, GraderFailedError.
+        """
+        start = time.monotonic()
+        asked = asyncio.ensure_future(self._ask({"grade": framing.task_to_message(task)}))
+        try:
+            await self._wait(asked, time_limit_seconds)
+        finally:
+            asked.cancel()
+        reply = asked.result()
+        if "bad_reference" in reply:
+            raise BadReferenceError(reply["bad_reference"])
+        if "failed" in reply:
+            raise GraderFailedError(reply["failed"])
+        score = framing.score_from_message(reply["score"])
+        return GradingOutcome(score, time.monotonic() - start)
+
+    async def kill(self) -> None:
+        """End the process and wait until it is gone. Repeat: no effect."""
+        self._writer.close()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+
+    async def _wait(self, asked: asyncio.Future[framing.Message], limit: float) -> None:
+        """Until the reply is there. Raises TimeLimitError."""
+        start, start_cpu = time.monotonic(), _cpu_seconds(self.pid)
+        wait = limit
+        while True:
+            done, _ = await asyncio.wait({asked}, timeout=wait)
+            if done:
+                return
+            wall = time.monotonic() - start
+            used = wall if start_cpu is None else (_cpu_seconds(self.pid) or 0.0) - start_cpu
+            if used >= limit or wall >= limit * WALL_FACTOR:
+                raise TimeLimitError
+            wait = max(min(limit - used, limit * WALL_FACTOR - wall), _LEAST_WAIT_SECONDS)
+
+    async def _ask(self, request: framing.Message) -> framing.Message:
+        try:
+            self._writer.write(framing.encode(request))
+            await self._writer.drain()
+            return await framing.read(self._reader)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            code = await asyncio.to_thread(self._process.wait)
+            raise WorkerLostError(f"grading worker {self.pid} ended with {code}") from error
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    return {**kept, **_ONE_THREAD, "MPLBACKEND": "Agg"}
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """CPU time that a process has used; None where /proc does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
