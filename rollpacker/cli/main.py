@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollpacker.cli import check, demo, failures, reports, runs, stack
+from rollpacker.cli import check, demo, failures, grade, reports, runs, stack
 
 app = typer.Typer(
     name="rollpacker",
@@ -24,3 +24,4 @@ app.command("samples")(reports.samples)
 app.command("deferred")(reports.deferred)
 app.command("workers")(reports.workers)
 app.command("stop")(runs.stop)
+app.add_typer(grade.app, name="grade")

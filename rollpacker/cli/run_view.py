@@ -107,6 +107,8 @@ def run_line(run: pb.Run) -> str:
 
 def progress_line(progress: pb.RoundProgress) -> str:
     """How far the round is, as one line."""
+    if not progress.launched_group_count:  # between rounds, for example held-out evaluation
+        return f"step {progress.step} {progress.phase}"
     kind = wire.round_kind_from_proto(progress.round_kind).value
     return (
         f"step {progress.step} ({kind}, level {progress.level}) {progress.phase}:"
