@@ -1,0 +1,125 @@
+"""Packing is a pure function of the ordered groups, and loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_support import make_group, make_response
+
+from rollpacker.types import ASSISTANT, Segment
+from services.trainer.packing import WINDOW_GROUPS, Sample, StreamPacker, make_micro_batch, pack
+
+
+def run_packer(groups, world_size=1, micro_batch_tokens=96):
+    """All windows of a step; one list of micro-batches per rank and window."""
+    packer = StreamPacker(world_size, micro_batch_tokens)
+    windows = [window for group in groups if (window := packer.add(group))]
+    return packer, [*windows, packer.flush()]
+
+
+def trained_rows(batches):
+    """(advantage, trained tokens) of every row, as the loss will see them."""
+    return [
+        (advantage.item(), tuple(targets[mask].tolist()))
+        for batch in batches
+        for advantage, targets, mask in zip(
+            batch.advantages, batch.target_ids, batch.mask, strict=True
+        )
+        if mask.any()
+    ]
+
+
+def expected_rows(groups):
+    return [
+        (torch.tensor(scored.advantage).item(), scored.response.token_ids)
+        for group in groups
+        for scored in group.responses
+        if scored.response.token_ids
+    ]
+
+
+@given(
+    count=st.integers(0, 30),
+    world_size=st.sampled_from([1, 2, 4]),
+    budget=st.integers(1, 300),
+    shortest=st.integers(0, 3),
+)
+def test_every_response_is_in_exactly_one_micro_batch(count, world_size, budget, shortest):
+    groups = [make_group(i, lengths=(shortest, 20)) for i in range(count)]
+    packer, windows = run_packer(groups, world_size, budget)
+    batches = [batch for window in windows for rank in window for batch in rank.micro_batches]
+    assert sorted(trained_rows(batches)) == sorted(expected_rows(groups))
+    tokens = sum(len(s.response.token_ids) for group in groups for s in group.responses)
+    assert (packer.group_count, packer.trained_responses) == (count, 4 * count)
+    assert packer.trained_tokens == tokens
+    assert packer.trained_tokens == sum(int(batch.mask.sum()) for batch in batches)
+
+
+@given(st.integers(0, 30), st.sampled_from([1, 2, 4]))
+def test_group_i_goes_to_rank_i_mod_n_and_all_ranks_get_as_many_micro_batches(count, world_size):
+    groups = [make_group(i) for i in range(count)]
+    _, windows = run_packer(groups, world_size)
+    for rank in range(world_size):
+        batches = [batch for window in windows for batch in window[rank].micro_batches]
+        assert sorted(trained_rows(batches)) == sorted(expected_rows(groups[rank::world_size]))
+    for window in windows:
+        assert len({len(part.micro_batches) for part in window}) == 1
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 200))
+def test_micro_batches_keep_the_budget_and_at_most_a_fifth_is_padding(lengths, budget):
+    samples = [Sample((1,), (2,) * n, (-1.0,) * n, (True,) * n, 1.0) for n in lengths]
+    for batch in pack(samples, budget):
+        rows = batch.input_ids.shape[0]
+        assert rows == 1 or batch.padded_token_count <= budget
+        assert batch.token_count >= 0.8 * batch.padded_token_count
+
+
+def test_windows_are_cut_by_the_order_of_the_stream_alone():
+    groups = [make_group(i) for i in range(2 * WINDOW_GROUPS + 3)]
+    packer = StreamPacker(1, 96)
+    cuts = [i for i, group in enumerate(groups) if packer.add(group) is not None]
+    assert cuts == [WINDOW_GROUPS - 1, 2 * WINDOW_GROUPS - 1]
+    (last,) = packer.flush()
+    assert sorted(trained_rows(last.micro_batches)) == sorted(expected_rows(groups[-3:]))
+
+
+def test_tokens_of_other_authors_are_read_but_not_trained():
+    segments = (Segment(ASSISTANT, 2, True), Segment("tool", 1, False), Segment(ASSISTANT, 1, True))
+    group = dataclasses.replace(
+        make_group(0), responses=(make_response([3, 4, 5, 6], segments=segments),)
+    )
+    packer, ((window,),) = run_packer([group])
+    (batch,) = window.micro_batches
+    assert trained_rows([batch]) == [(1.0, (3, 4, 6))]
+    assert batch.input_ids[0].tolist() == [*group.prompt_token_ids, 3, 4, 5]
+    assert packer.trained_tokens == 3
+
+
+def test_logprobs_and_mask_stand_at_the_targets_whatever_the_prompt_lengths():
+    batch = make_micro_batch(
+        [
+            Sample((1, 2, 3), (4, 5), (-0.4, -0.5), (True, False), 1.0),
+            Sample((6,), (7, 8), (-0.7, -0.8), (True, True), -1.0),
+        ]
+    )
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [6, 7, 8, 0]]
+    assert batch.target_ids.tolist() == [[2, 3, 4, 5], [7, 8, 0, 0]]
+    assert batch.mask.tolist() == [[False, False, True, False], [True, True, False, False]]
+    assert batch.rollout_logprobs[0].tolist() == pytest.approx([0, 0, -0.4, -0.5])
+    assert batch.rollout_logprobs[1].tolist() == pytest.approx([-0.7, -0.8, 0, 0])
+    assert batch.padded_token_count == 10
+    assert batch.token_count == 8
+
+
+def test_a_response_without_a_reward_keeps_its_tokens_and_loses_its_advantage():
+    group = dataclasses.replace(
+        make_group(0), responses=(make_response([3, 4], reward=None, advantage=5.0),)
+    )
+    packer, ((window,),) = run_packer([group])
+    assert trained_rows(window.micro_batches) == [(0.0, (3, 4))]
+    assert (packer.trained_tokens, packer.trained_responses) == (2, 1)

@@ -1,0 +1,254 @@
+"""Gradient sums of a step, and the one division, against float64 sums over single responses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from trainer_support import make_group, make_model, make_response, trainer_settings
+from transformers import AutoModelForCausalLM
+
+from rollpacker.types import ASSISTANT, Segment
+from services.trainer.model import PolicyModel
+from services.trainer.packing import StreamPacker
+from services.trainer.ranks import Ranks
+from services.trainer.step_accumulator import StepAccumulator
+from services.trainer.update import apply_update, make_optimizer
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+class Step:
+    """A model and its sums, filled from groups as the service does it."""
+
+    def __init__(self, directory, temperature=1.0, **changes):
+        self.settings = trainer_settings(**changes)
+        self.model = PolicyModel(directory, self.settings.dtype, torch.device("cpu"), None)
+        self.optimizer = make_optimizer(self.model, self.settings)
+        self.accumulator = StepAccumulator(self.model, self.settings, temperature, Ranks())
+
+    def fill(self, groups):
+        packer = StreamPacker(1, self.settings.micro_batch_tokens)
+        windows = [window for group in groups if (window := packer.add(group))]
+        for (window,) in [*windows, packer.flush()]:
+            for batch in window.micro_batches:
+                self.accumulator.add(batch)
+        return self
+
+    def gradient(self):
+        return torch.cat([g.flatten() for g in self.accumulator.gradients()]).clone()
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()
+
+    def update(self):
+        return apply_update(self.model, self.optimizer, self.accumulator, self.settings)
+
+    def applied_gradient(self, groups):
+        """The gradient of a step as the optimizer is given it."""
+        seen = []
+        hook = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self.gradient()))
+        self.fill(groups).update()
+        hook.remove()
+        return seen[0]
+
+
+def reference_gradient(directory, groups, temperature=1.0):
+    """d/dw of -sum(A log p) over trained tokens, one response at a time, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    for group in groups:
+        for scored in group.responses:
+            response, start = scored.response, len(group.prompt_token_ids)
+            trained = [s.trainable for s in response.segments for _ in range(s.token_count)]
+            if not any(trained):
+                continue
+            ids = torch.tensor([group.prompt_token_ids + response.token_ids])
+            logprobs = torch.log_softmax(model(ids).logits[0] / temperature, dim=-1)
+            total = sum(
+                logprobs[start + i - 1, token]
+                for i, token in enumerate(response.token_ids)
+                if trained[i]
+            )
+            (-scored.advantage * total).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    error = (actual.double() - expected.double()).abs().max()
+    assert error <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 96, 100_000])
+def test_gradient_sums_are_those_of_single_responses(
+    model_directory, micro_batch_tokens, temperature
+):
+    groups = [make_group(i, lengths=(0, 20)) for i in range(11)]
+    step = Step(model_directory, temperature, micro_batch_tokens=micro_batch_tokens).fill(groups)
+    assert_close(step.gradient(), reference_gradient(model_directory, groups, temperature))
+
+
+def test_tokens_of_tools_have_no_gradient(model_directory):
+    segments = (Segment(ASSISTANT, 2, True), Segment("tool", 3, False), Segment(ASSISTANT, 2, True))
+    response = make_response([3, 4, 5, 6, 7, 8, 9], segments=segments, advantage=0.5)
+    groups = [dataclasses.replace(make_group(0), responses=(response,))]
+    step = Step(model_directory).fill(groups)
+    assert_close(step.gradient(), reference_gradient(model_directory, groups))
+    assert step.accumulator.sums().trained_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "normaliser"),
+    [
+        ({"normaliser": "response_cap"}, 4 * 4 * 20),
+        ({"normaliser": "constant", "normaliser_tokens": 7}, 4 * 4 * 7),
+        ({"normaliser": "step_tokens"}, None),
+    ],
+)
+def test_the_sum_is_divided_once_by_the_normaliser(model_directory, changes, normaliser):
+    groups = [make_group(i) for i in range(3)]
+    tokens = sum(len(s.response.token_ids) for group in groups for s in group.responses)
+    gradient = Step(model_directory, **changes, max_grad_norm=1e9).applied_gradient(groups)
+    expected = reference_gradient(model_directory, groups) / (normaliser or tokens)
+    assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"normaliser": "response_cap"}, {"normaliser": "constant", "normaliser_tokens": 9}]
+)
+def test_the_gradients_of_an_epoch_sum_to_the_same_whatever_groups_share_a_step(
+    model_directory, changes
+):
+    groups = [make_group(i) for i in range(12)]
+    by_length = sorted(groups, key=lambda group: group.race_key)
+    step = Step(model_directory, learning_rate=0, weight_decay=0, max_grad_norm=1e9, **changes)
+    before = step.weights()
+    in_order = sum(step.applied_gradient(groups[i : i + 4]) for i in (0, 4, 8))
+    resorted = sum(
+        step.applied_gradient(part)
+        for part in (by_length[:4], by_length[4:5], by_length[5:11], by_length[11:])
+    )
+    assert_close(resorted, in_order)
+    assert torch.equal(step.weights(), before)
+
+
+def test_step_tokens_depends_on_which_groups_share_a_step(model_directory):
+    groups = sorted((make_group(i) for i in range(12)), key=lambda group: group.race_key)
+    step = Step(model_directory, learning_rate=0, max_grad_norm=1e9, normaliser="step_tokens")
+    mixed = sum(step.applied_gradient(groups[i::3]) for i in range(3))
+    sorted_by_length = sum(step.applied_gradient(groups[i : i + 4]) for i in (0, 4, 8))
+    assert (mixed - sorted_by_length).abs().max() > 1e-3 * mixed.abs().max()
+
+
+def test_the_same_groups_in_the_same_order_give_the_same_bits(model_directory):
+    groups = [make_group(i) for i in range(19)]
+    first, again = Step(model_directory).fill(groups), Step(model_directory).fill(groups)
+    assert torch.equal(first.gradient(), again.gradient())
+    assert first.update() == again.update()
+    assert torch.equal(first.weights(), again.weights())
+
+
+def test_dropped_sums_leave_no_trace(model_directory):
+    groups = [make_group(i) for i in range(5)]
+    step = Step(model_directory).fill([make_group(99)])
+    step.accumulator.drop()
+    step.fill(groups)
+    fresh = Step(model_directory).fill(groups)
+    assert torch.equal(step.gradient(), fresh.gradient())
+    assert step.accumulator.sums() == fresh.accumulator.sums()
+
+
+def test_a_group_without_advantages_counts_as_trained_and_adds_nothing(model_directory):
+    equal = dataclasses.replace(
+        make_group(1), responses=tuple(make_response([2, 3], advantage=0.0) for _ in range(4))
+    )
+    unrewarded = dataclasses.replace(
+        make_group(2), responses=(make_response([4, 5, 6], reward=None, advantage=2.0),)
+    )
+    step = Step(model_directory).fill([equal, unrewarded])
+    assert step.gradient().abs().max() == 0.0
+    assert step.accumulator.sums().trained_tokens == 11
+
+
+@pytest.mark.parametrize("normaliser", ["response_cap", "step_tokens"])
+def test_a_step_of_empty_responses_gives_zero_never_nan(model_directory, normaliser):
+    empty = dataclasses.replace(make_group(0), responses=(make_response([]), make_response([])))
+    step = Step(model_directory, normaliser=normaliser)
+    before = step.weights()
+    outcome = step.fill([empty]).update()
+    assert (outcome.grad_norm, outcome.skipped, outcome.sums.loss) == (0.0, False, 0.0)
+    assert torch.equal(step.weights(), before)
+
+
+def test_a_step_without_groups_is_a_step_of_zeros(model_directory):
+    step = Step(model_directory)
+    before = step.weights()
+    assert step.fill([]).update().grad_norm == 0.0
+    assert torch.equal(step.weights(), before)
+
+
+def test_the_update_is_clipped_to_the_norm_that_it_reports(model_directory):
+    groups = [make_group(i) for i in range(4)]
+    free = Step(model_directory, max_grad_norm=1e9).applied_gradient(groups)
+    tight = Step(model_directory, max_grad_norm=0.01).applied_gradient(groups)
+    outcome = Step(model_directory, max_grad_norm=0.01).fill(groups).update()
+    assert outcome.grad_norm == pytest.approx(free.norm().item(), rel=1e-5)
+    assert tight.norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert_close(tight / tight.norm(), free / free.norm())
+
+
+def test_a_gradient_that_is_not_finite_moves_no_weight_and_no_moment(model_directory):
+    broken = dataclasses.replace(
+        make_group(0), responses=(make_response([2, 3], advantage=math.inf),)
+    )
+    step = Step(model_directory)
+    step.fill([make_group(1)]).update()
+    weights = step.weights()
+    moments = [state["exp_avg"].clone() for state in step.optimizer.state.values()]
+    outcome = step.fill([broken, make_group(2)]).update()
+    assert outcome.skipped
+    assert not math.isfinite(outcome.grad_norm)
+    assert torch.equal(step.weights(), weights)
+    for before, now in zip(moments, step.optimizer.state.values(), strict=True):
+        assert torch.equal(before, now["exp_avg"])
+    assert not step.fill([make_group(2)]).update().skipped
+
+
+def test_an_engine_with_the_trainers_own_logprobs_has_no_mismatch(model_directory):
+    prompt, token_ids = make_group(0).prompt_token_ids, [3, 4, 5]
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0] / 0.7
+    places = [len(prompt) - 1 + i for i in range(3)]
+    exact = torch.log_softmax(logits, -1)[places, token_ids].tolist()
+    shifted = [exact[0] - 0.5, exact[1], exact[2]]
+    sums = {}
+    for name, logprobs in {"exact": exact, "shifted": shifted}.items():
+        response = make_response(token_ids, logprobs=logprobs)
+        group = dataclasses.replace(make_group(0), responses=(response,))
+        sums[name] = Step(model_directory, 0.7).fill([group]).accumulator.sums()
+    assert sums["exact"].mismatch_kl == pytest.approx(0, abs=1e-9)
+    assert sums["exact"].mismatch_ratio_max == pytest.approx(1, abs=1e-5)
+    assert sums["shifted"].mismatch_kl == pytest.approx(math.exp(0.5) - 1.5, rel=1e-4)
+    assert sums["shifted"].mismatch_ratio_max == pytest.approx(math.exp(0.5), rel=1e-4)
+
+
+def test_float64_gradients_agree_with_the_reference_to_rounding(model_directory):
+    groups = [make_group(i) for i in range(4)]
+    step = Step(model_directory, dtype="float64").fill(groups)
+    assert_close(step.gradient(), reference_gradient(model_directory, groups), 1e-6)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_directory):
+    groups = [make_group(i) for i in range(8)]
+    step = Step(model_directory, dtype="bfloat16").fill(groups)
+    gradient, expected = step.gradient(), reference_gradient(model_directory, groups)
+    assert gradient.dtype == torch.float32
+    assert torch.cosine_similarity(gradient.double(), expected, dim=0) > 0.99
+    assert (gradient.double() - expected).abs().max() > 1e-4 * expected.abs().max()
