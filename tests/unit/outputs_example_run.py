@@ -32,6 +32,7 @@ START_TIME = 1_790_000_000.0  # seconds since the Unix epoch
 FACTORS = (1.75, 2.0)  # eta of levels 0 and 1
 CAP = 640  # tokens
 SECONDS_PER_TOKEN = 0.006
+COMMIT_SECONDS = 0.03
 GroupsOfStep = tuple[StepRecord, list[PromptGroup]]
 
 
@@ -50,6 +51,8 @@ class ExampleRun:
     queues: dict[int, list[Draw]] = field(default_factory=lambda: {1: [], 2: []})
     deferrals: int = 0
     next_prompt: int = 0
+    trained_tokens: int = 0
+    generated_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -168,28 +171,47 @@ class ExampleRun:
         rollout_end: float,
     ) -> StepRecord:
         lengths = [len(one.response.token_ids) for group in kept for one in group.responses]
-        rewards = [one.reward or 0.0 for group in kept for one in group.responses]
-        trained = sum(lengths)
-        cut = sum(
-            min(kept[-1].race_key, len(one.response.token_ids))
-            for group in launched[len(kept) :]
-            for one in group.responses
-        )
-        train_wait = 0.12 + 2e-5 * trained
-        commit = 0.03
-        step_seconds = rollout_end - self.time + train_wait + commit
-        queued = [draw for queue in self.queues.values() for draw in queue]
+        cut = _tokens_cut_off(kept, launched)
+        self.trained_tokens += sum(lengths)
+        self.generated_tokens += sum(lengths) + cut
+        train_wait = 0.12 + 2e-5 * sum(lengths)
+        seconds = rollout_end - self.time + train_wait + COMMIT_SECONDS
         metrics = {
-            "reward/mean": sum(rewards) / len(rewards),
+            "reward/mean": _mean_reward(kept),
             "reward/none_count": 0.0,
-            "response_length/mean": trained / len(lengths),
+            "response_length/mean": sum(lengths) / len(lengths),
             **{f"response_length/p{p}": _percentile(lengths, p) for p in (50, 75, 99)},
             "response_length/max": float(max(lengths)),
-            "timing_s/step": step_seconds,
+            "timing_s/step": seconds,
             "timing_s/rollout": rollout_end - self.time,
             "timing_s/train_wait": train_wait,
             "timing_s/apply_weights": 0.05,
-            "timing_s/commit": commit,
+            "timing_s/commit": COMMIT_SECONDS,
+            **self._tail_metrics(level, kept, launched),
+            "bias/ratio": 1 - 0.3 * math.exp(-self.step / 12) + self.random.gauss(0, 0.01),
+            "perf/trained_tokens": float(self.trained_tokens),
+            "perf/generated_tokens": float(self.generated_tokens),
+            "perf/waste": self.generated_tokens / self.trained_tokens,
+            "perf/trained_tokens_per_second": sum(lengths) / seconds,
+            **self._trainer_metrics(sum(lengths)),
+        }
+        return StepRecord(
+            step=self.step,
+            round_kind=kind,
+            level=level,
+            start_time=self.time,
+            rollout_end_time=rollout_end,
+            end_time=self.time + seconds,
+            weight_version=self.step + 1,
+            draws=tuple(group.draw for group in kept),
+            metrics=metrics,
+        )
+
+    def _tail_metrics(
+        self, level: int, kept: Sequence[PromptGroup], launched: Sequence[PromptGroup]
+    ) -> dict[str, float]:
+        queued = [draw for queue in self.queues.values() for draw in queue]
+        return {
             "tail/level": float(level),
             "tail/launched_groups": float(len(launched)),
             "tail/kept_groups": float(len(kept)),
@@ -198,29 +220,35 @@ class ExampleRun:
             "tail/queue_length": float(len(queued)),
             "tail/max_age": float(max((draw.age(self.step) for draw in queued), default=0)),
             "tail/race_wait_s": 0.02 * self.random.random(),
-            "bias/ratio": 1 - 0.3 * math.exp(-self.step / 12) + self.random.gauss(0, 0.01),
-            "perf/trained_tokens": float(trained),
-            "perf/generated_tokens": float(trained + cut),
-            "perf/waste": (trained + cut) / trained,
-            "perf/trained_tokens_per_second": trained / step_seconds,
+        }
+
+    def _trainer_metrics(self, tokens: int) -> dict[str, float]:
+        return {
             "trainer/loss": self.random.gauss(0, 0.02),
             "trainer/grad_norm": 0.4 + self.random.random() * 0.3,
+            "trainer/entropy": 0.3 + 0.5 * math.exp(-self.step / 40),
+            "trainer/clip_fraction": 0.002 * self.random.random(),
             "trainer/mismatch_kl": 1e-5 * (1 + self.random.random()),
-            "trainer/accumulate_seconds": 1e-5 * trained,
-            "trainer/update_seconds": 0.07,
+            "trainer/mismatch_ratio_max": 1 + 1e-4 * self.random.random(),
+            "trainer/accumulate_seconds": 1e-5 * tokens,
+            "trainer/update_seconds": 0.05,
+            "trainer/checkpoint_seconds": 0.02,
             "trainer/publish_seconds": 0.03,
         }
-        return StepRecord(
-            step=self.step,
-            round_kind=kind,
-            level=level,
-            start_time=self.time,
-            rollout_end_time=rollout_end,
-            end_time=self.time + step_seconds,
-            weight_version=self.step + 1,
-            draws=tuple(group.draw for group in kept),
-            metrics=metrics,
-        )
+
+
+def _mean_reward(groups: Sequence[PromptGroup]) -> float:
+    rewards = [one.reward or 0.0 for group in groups for one in group.responses]
+    return sum(rewards) / len(rewards)
+
+
+def _tokens_cut_off(kept: Sequence[PromptGroup], launched: Sequence[PromptGroup]) -> int:
+    """Tokens that the deferred groups had when the race was decided."""
+    key = kept[-1].race_key
+    deferred = launched[len(kept) :]
+    return sum(
+        min(key, len(one.response.token_ids)) for group in deferred for one in group.responses
+    )
 
 
 def _percentile(values: Sequence[int], share: int) -> float:

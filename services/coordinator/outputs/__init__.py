@@ -13,14 +13,12 @@ from services.coordinator.outputs.regenerate import regenerate, write_comparison
 from services.coordinator.outputs.run_directory import RunDirectoryError
 from services.coordinator.outputs.run_outputs import (
     RunOutputs,
-    StepNotFoundError,
     read_step_samples,
 )
 
 __all__ = [
     "RunDirectoryError",
     "RunOutputs",
-    "StepNotFoundError",
     "compare_runs",
     "comparison_table",
     "read_step_samples",

@@ -164,7 +164,7 @@ def _score_bar(name: str, line: ValidationLine, score: float, x: Scale, top: flo
     bar = svg.rectangle(
         x(0), middle - 11, x(score) - x(0), 22, "before" if line.step == 0 else "after"
     )
-    words = svg.text((x(0), top + 20), f"{name}, {when}", "label")
+    words = svg.text((x(0), top + 20), f"{name.replace('_', '-')}, {when}", "label")
     figure = svg.text((x.end + 8, top + 20), format_score(score), "mark", "end")
     bounds = score_interval(line)
     if bounds is None:

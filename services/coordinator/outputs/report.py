@@ -43,17 +43,23 @@ _PROMPTS, _RESPONSES = "prompts_per_step", "responses_per_prompt"  # settings
 _SCHEDULING_CURVES = (
     ("tail/queue_length", "Long-prompt queue", "draws waiting after the step", None),
     ("tail/max_age", "Oldest queued draw", "steps since its first launch", None),
-    ("bias/ratio", "Length bias", "trained / uncensored mean length; 1 is unbiased", 1.0),
-    ("perf/waste", "Waste", "generated / trained tokens; 1 wastes nothing", 1.0),
+    ("bias/ratio", "Length bias", "trained / uncensored length so far; 1: none", 1.0),
+    ("perf/waste", "Waste", "generated / trained tokens so far; 1: none", 1.0),
     ("perf/trained_tokens_per_second", "Speed", "trained tokens per second", None),
     ("tail/race_wait_s", "Race wait", "seconds until the other groups had passed the key", None),
 )
 _TRAINER_CURVES = (
     ("trainer/loss", "Loss", "policy loss of the update", None),
     ("trainer/grad_norm", "Gradient norm", "before clipping", None),
-    ("trainer/mismatch_kl", "Engine mismatch", "KL of engine and trainer, nats per token", None),
     ("trainer/entropy", "Entropy", "nats per token", None),
     ("trainer/clip_fraction", "Clipped", "share of tokens at the clip", None),
+    ("trainer/mismatch_kl", "Engine mismatch", "KL of engine and trainer, nats per token", None),
+    (
+        "trainer/mismatch_ratio_max",
+        "Largest mismatch",
+        "largest probability ratio of a token",
+        None,
+    ),
 )
 
 
@@ -155,7 +161,7 @@ def headline_figures(run: LoadedRun, summary: Mapping[str, Any]) -> list[Figure]
         Figure(
             "Bias and waste",
             f"{format_ratio(summary['bias_ratio'])} · {format_ratio(summary['waste'])}",
-            "trained / uncensored length · generated / trained tokens",
+            "length bias · generated / trained tokens",
         ),
     ]
 

@@ -148,7 +148,6 @@ def _card(step: int, words: str, group: PromptGroup, one: ScoredResponse) -> Sam
         f"ended by {response.finish_reason.value}",
         f"draw {group.draw.id}, response {response.index}",
         f"first launched in step {group.draw.first_step}",
-        f"weights {response.weight_version}",
     ]
     return SampleCard(
         heading=f"Step {step}, {words}",

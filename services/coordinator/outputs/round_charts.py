@@ -55,7 +55,7 @@ def timeline_chart(run: LoadedRun, width: float = 1100) -> Markup:
         top = 10 + number * (strip_height + gap)
         y = svg.value_scale([longest], top + strip_height, top, spaces=3)
         parts.append(_strip(strip, size, y, width))
-    height = 10 + len(strips) * (strip_height + gap)
+    height = 10 + len(strips) * (strip_height + gap) - gap + 22
     label = f"Time of {len(run.steps)} steps by phase, longest {longest:.1f} s"
     return svg.drawing(width, height, label, *parts)
 

@@ -34,7 +34,6 @@ class RunDirectory:
         self.validation = LineFile(path / "validation.jsonl")
         self.samples = path / "samples"
         self.superseded = path / "superseded"
-        self.superseded_metrics = LineFile(self.superseded / "metrics.jsonl")
         self.tensorboard = path / "tensorboard"
         self.summary_file = path / "summary.json"
         self.report_file = path / "report.html"
@@ -63,6 +62,15 @@ class RunDirectory:
         source.rename(target)
         return target
 
+    def supersede_lines(self, file: LineFile, step: int) -> None:
+        """Move the lines of steps >= `step` aside, behind older ones. After a crash in between
+        they stand there twice."""
+        aside = LineFile(self.superseded / file.path.name)
+        for row in file.read():
+            if row["step"] >= step:
+                aside.append(row)
+        file.drop_from(step)
+
 
 class LineFile:
     """A JSONL file of objects with a `step`, in the order of their steps."""
@@ -86,13 +94,17 @@ class LineFile:
             file.flush()
             os.fsync(file.fileno())
 
-    def drop_from(self, step: int) -> list[dict[str, Any]]:
-        """Remove the lines of steps >= `step`; returns them."""
+    def newest_step(self) -> int | None:
+        """The step of the last line, or None."""
         rows = self.read()
-        dropped = [row for row in rows if row["step"] >= step]
-        if dropped:
-            self.replace(row for row in rows if row["step"] < step)
-        return dropped
+        return int(rows[-1]["step"]) if rows else None
+
+    def drop_from(self, step: int) -> None:
+        """Remove the lines of steps >= `step`."""
+        rows = self.read()
+        kept = [row for row in rows if row["step"] < step]
+        if len(kept) < len(rows):
+            self.replace(kept)
 
     def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the whole file anew."""

@@ -19,7 +19,6 @@ from typing import Any
 from rollpacker.types import PromptGroup, StepRecord
 from services.coordinator.outputs.lines import (
     ValidationLine,
-    finite,
     step_line,
     step_line_to_json,
     validation_line_to_json,
@@ -68,8 +67,7 @@ class RunOutputs:
         run = {"run_id": run_id, "mode": mode, "settings": dict(settings)}
         write_atomic(self._files.run_file, to_json(run) + "\n")
         self._run_id = run_id
-        rows = self._files.metrics.read()
-        self._newest_step: int | None = rows[-1]["step"] if rows else None
+        self._newest_step = self._files.metrics.newest_step()
         self._train_log = EventLog(self._files.tensorboard / "train")
         self._validation_logs: dict[str, EventLog] = {}
 
@@ -86,8 +84,7 @@ class RunOutputs:
         lines = [line + "\n" for group in groups for line in group_to_lines(group)]
         write_atomic(self._files.samples_file(record.step), "".join(lines))
         line = step_line(record)
-        scalars = {name: value for name, value in line.metrics.items() if finite(value) is not None}
-        self._train_log.write(line.step, line.end_time, scalars)
+        self._train_log.write(line.step, line.end_time, line.metrics)
         self._files.metrics.append(step_line_to_json(line))
         self._newest_step = record.step
 
@@ -96,21 +93,12 @@ class RunOutputs:
 
         Measurements of the weights after more than `step` updates go with them. Repeat: no effect.
         """
-        superseded = [row for row in self._files.metrics.read() if row["step"] >= step]
         for sampled in self._files.sampled_steps():
             if sampled >= step:
                 self._files.supersede_samples(sampled)
-        for row in superseded:
-            self._files.superseded_metrics.append(row)
-        self._files.metrics.drop_from(step)
-        self._files.validation.drop_from(step + 1)
-        rows = self._files.metrics.read()
-        self._newest_step = rows[-1]["step"] if rows else None
-
-    def has_validation(self, step: int, name: str) -> bool:
-        """Whether the weights after `step` updates have been measured on a held-out set."""
-        rows = self._files.validation.read()
-        return any((row["step"], row["name"]) == (step, name) for row in rows)
+        self._files.supersede_lines(self._files.metrics, step)
+        self._files.supersede_lines(self._files.validation, step + 1)
+        self._newest_step = self._files.metrics.newest_step()
 
     def write_validation(self, step: int, name: str, values: Mapping[str, float]) -> None:
         """Record a held-out measurement of the weights after `step` updates; a repeat replaces.
@@ -135,12 +123,7 @@ class RunOutputs:
         log = self._validation_logs.setdefault(
             name, EventLog(self._files.tensorboard / f"validation-{name}")
         )
-        scalars = {
-            f"validation/{key}": value
-            for key, value in numbers.items()
-            if finite(value) is not None
-        }
-        log.write(step, line.time, scalars)
+        log.write(step, line.time, {f"validation/{key}": numbers[key] for key in numbers})
 
     def has_validation(self, step: int, name: str) -> bool:
         """Whether the weights after `step` updates were measured on this held-out set."""
@@ -168,9 +151,3 @@ class RunOutputs:
                     f"group {group.draw.id} belongs to step {group.step} of run {group.run_id!r},"
                     f" not to step {record.step} of {self._run_id!r}"
                 )
-
-
-def read_step_samples(directory: Path, step: int) -> list[PromptGroup] | None:
-    """The groups of a step from a run directory, opened or not; None where there are none."""
-    path = RunDirectory(directory).samples_file(step)
-    return read_groups(path) if path.exists() else None

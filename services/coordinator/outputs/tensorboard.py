@@ -11,6 +11,7 @@ say from that step on. Each write is flushed, so a crash loses nothing that was 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ class EventLog:
     def write(self, step: int, wall_time: float, scalars: Mapping[str, float]) -> None:
         """Record scalars of a step; a step that was written before is replaced.
 
-        wall_time: seconds since the Unix epoch.
+        wall_time: seconds since the Unix epoch. Values that are not finite are left out.
         """
         records = b""
         if self._path is None or step <= self._newest_step:
@@ -40,7 +41,11 @@ class EventLog:
             records += _record(_event(wall_time, 0, _field(3, _BYTES, b"brain.Event:2")))
             session = _field(1, _VARINT, _SESSION_START)
             records += _record(_event(wall_time, step, _field(7, _BYTES, session)))
-        values = b"".join(_field(1, _BYTES, _scalar(*item)) for item in scalars.items())
+        values = b"".join(
+            _field(1, _BYTES, _scalar(tag, value))
+            for tag, value in scalars.items()
+            if math.isfinite(value)
+        )
         records += _record(_event(wall_time, step, _field(5, _BYTES, values)))
         with self._path.open("ab") as file:
             file.write(records)

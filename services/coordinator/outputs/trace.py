@@ -2,7 +2,7 @@
 
 Processes and rows:
 - `coordinator`: the steps, and below them their phases (apply weights, round, train wait, commit);
-- `trainer`: accumulate, update, publish, as far as the step reports them;
+- `trainer`: accumulate, update, checkpoint, publish, as far as the step reports them;
 - `reward`: a span per scored response, on as many rows as were in flight at once;
 - one process per replica, with a row per engine slot and a span per trained response.
 
@@ -26,7 +26,7 @@ from services.coordinator.outputs.samples import ResponseRow
 
 MAX_SPANS = 200_000
 _COORDINATOR, _TRAINER, _REWARD, _FIRST_REPLICA = 1, 2, 3, 4  # process ids
-_TRAINER_SPANS = ("accumulate", "update", "publish")
+_TRAINER_SPANS = ("accumulate", "update", "checkpoint", "publish")
 _Event = dict[str, Any]
 
 
@@ -131,9 +131,9 @@ def _step_span(line: StepLine) -> Span:
 
 
 def _add_trainer(writer: _Writer, lines: Sequence[StepLine]) -> None:
-    """Rows from `trainer/{accumulate,update,publish}_seconds`, where a step reports them.
+    """Rows from `trainer/{accumulate,update,checkpoint,publish}_seconds`, where reported.
 
-    The three follow each other and end with the coordinator's wait. Accumulation is interrupted by
+    They follow each other and end with the coordinator's wait. Accumulation is interrupted by
     waiting for groups; its span has the length of the work. Without these metrics the wait stands
     for the update.
     """
