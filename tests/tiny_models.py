@@ -1,0 +1,36 @@
+"""Tiny random models on disk, saved by transformers, for tests of engine and service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+VOCABULARY = 17
+STOP = 3
+PROMPT = (5, 6, 7, 8, 9)
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def save_model(directory: Path, family: str = "llama", *, seed: int = 0, **changes: object) -> Path:
+    """A model whose weights are wide, so that its next-token laws are far from uniform."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        **changes,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](**values))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    model.save_pretrained(directory)
+    return directory
