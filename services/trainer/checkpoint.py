@@ -13,11 +13,13 @@ when an old one is deleted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,30 +119,35 @@ class CheckpointStore:
 def save_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write model and optimizer into an empty directory, fsynced. Collective."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    save(
-        {"model": model_state, "optimizer": optimizer_state},
-        storage_writer=FileSystemWriter(directory, sync_files=True),
-        no_dist=not torch.distributed.is_initialized(),
-    )
+    state = {"model": model_state, "optimizer": optimizer_state}
+    with _quiet_when_alone() as alone:
+        save(
+            state,
+            storage_writer=FileSystemWriter(directory, sync_files=True),
+            no_dist=alone,
+        )
 
 
 def load_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read model and optimizer, whatever number of ranks wrote them. Collective."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(
-            state,
-            storage_reader=FileSystemReader(directory),
-            no_dist=not torch.distributed.is_initialized(),
-        )
+    with _quiet_when_alone() as alone:
+        load(state, storage_reader=FileSystemReader(directory), no_dist=alone)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
+
+
+@contextlib.contextmanager
+def _quiet_when_alone() -> Iterator[bool]:
+    """Whether there is one process only; its warning that it is alone says nothing new."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield not torch.distributed.is_initialized()
 
 
 def fsync(path: Path) -> None:

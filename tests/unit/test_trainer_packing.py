@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_support import make_group, make_response
 
 from rollpacker.types import ASSISTANT, Segment
 from services.trainer.packing import WINDOW_GROUPS, Sample, StreamPacker, make_micro_batch, pack
+from tests.trainer_support import make_group, make_response
 
 
 def run_packer(groups, world_size=1, micro_batch_tokens=96):

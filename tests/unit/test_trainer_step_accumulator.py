@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from trainer_support import make_group, make_model, make_response, trainer_settings
 from transformers import AutoModelForCausalLM
 
 from rollpacker.types import ASSISTANT, Segment
@@ -16,6 +15,7 @@ from services.trainer.packing import StreamPacker
 from services.trainer.ranks import Ranks
 from services.trainer.step_accumulator import StepAccumulator
 from services.trainer.update import apply_update, make_optimizer
+from tests.trainer_support import make_group, make_model, make_response, trainer_settings
 
 
 @pytest.fixture(scope="module")
