@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import redis.asyncio
 import torch
 from google.protobuf.struct_pb2 import Struct
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollpacker.rpc.client import open_channel
+from rollpacker import wire
+from rollpacker.rpc import client
 from rollpacker.rpc.server import RpcServer
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import (
@@ -23,6 +27,7 @@ from rollpacker.types import (
     Response,
     ScoredResponse,
     Segment,
+    StepResult,
 )
 from rollpacker.v1 import trainer_service_pb2 as pb
 from rollpacker.v1 import trainer_service_pb2_grpc
@@ -132,21 +137,71 @@ def make_group(
 
 
 async def fill_stream(
-    client: redis.asyncio.Redis, step: int, groups: Sequence[PromptGroup]
+    redis_client: redis.asyncio.Redis, step: int, groups: Sequence[PromptGroup]
 ) -> None:
-    stream = SampleStream(client, RUN, step)
+    stream = SampleStream(redis_client, RUN, step)
     for group in groups:
         await stream.append(group)
 
 
+@dataclass(frozen=True)
+class ServedTrainer:
+    """A trainer behind a real loopback server, and its calls with few words."""
+
+    stub: trainer_service_pb2_grpc.TrainerServiceStub
+    leader: Leader | None = None  # of a trainer in this process
+
+    async def open(self, request: pb.OpenRunRequest) -> pb.OpenRunResponse:
+        return await client.call(lambda: self.stub.OpenRun(request, timeout=60))
+
+    async def start(self, step: int, *, fence: int = 1, weight_version: int | None = None) -> None:
+        version = step if weight_version is None else weight_version
+        request = pb.StartStepRequest(run_id=RUN, step=step, weight_version=version, fence=fence)
+        await client.call(lambda: self.stub.StartStep(request, timeout=10))
+
+    async def finish(
+        self,
+        step: int,
+        draws: Sequence[Draw],
+        *,
+        fence: int = 1,
+        snapshot: str = "",
+        seconds: float = 60,
+    ) -> StepResult:
+        request = pb.FinishStepRequest(
+            run_id=RUN,
+            step=step,
+            draws=[wire.draw_to_proto(draw) for draw in draws],
+            fence=fence,
+            run_snapshot_json=snapshot or f"after step {step}",
+        )
+        response = await client.call(lambda: self.stub.FinishStep(request, timeout=seconds))
+        return wire.step_result_from_proto(response)
+
+    async def abandon(self, step: int, *, fence: int = 1) -> None:
+        request = pb.AbandonStepRequest(run_id=RUN, step=step, fence=fence)
+        await client.call(lambda: self.stub.AbandonStep(request, timeout=10))
+
+    async def get(self) -> pb.GetTrainerResponse:
+        return await client.call(lambda: self.stub.GetTrainer(pb.GetTrainerRequest(), timeout=10))
+
+    async def train(
+        self, redis_client: redis.asyncio.Redis, step: int, groups: Sequence[PromptGroup]
+    ) -> StepResult:
+        """A whole step: start it, fill its stream, finish it."""
+        await self.start(step)
+        await fill_stream(redis_client, step, groups)
+        return await self.finish(step, draws_of(groups))
+
+
 @contextlib.asynccontextmanager
 async def serving_trainer(
-    client: redis.asyncio.Redis, directory: Path
-) -> AsyncIterator[trainer_service_pb2_grpc.TrainerServiceStub]:
-    """A real trainer behind a real loopback server, in this process; one rank."""
+    redis_client: redis.asyncio.Redis, directory: Path
+) -> AsyncIterator[ServedTrainer]:
+    """A trainer of one rank in this process, with its files below `directory`."""
     torch.set_num_threads(1)
     leader = Leader(Ranks())
-    session = Session(client, leader, directory / "weights", directory / "checkpoints")
+    session = Session(redis_client, leader, directory / "weights", directory / "checkpoints")
     servicer = TrainerServicer(session, world_size=1)
     server = RpcServer(
         "127.0.0.1:0",
@@ -157,20 +212,46 @@ async def serving_trainer(
     )
     await server.start()
     try:
-        async with open_channel(server.address) as channel:
-            yield trainer_service_pb2_grpc.TrainerServiceStub(channel)
+        async with client.open_channel(server.address) as channel:
+            yield ServedTrainer(trainer_service_pb2_grpc.TrainerServiceStub(channel), leader)
     finally:
         await server.stop()
         await leader.close()
 
 
+def draws_of(groups: Sequence[PromptGroup]) -> list[Draw]:
+    return [group.draw for group in groups]
+
+
+def make_groups(step: int, count: int = 5) -> list[PromptGroup]:
+    """The groups of a step; no two steps have the same."""
+    return [make_group(100 * step + index, step) for index in range(count)]
+
+
 def open_run_request(
-    model: Path, settings: OpenRunSettings | None = None, *, fence: int = 1, temperature: float = 1.0
+    model: Path,
+    settings: OpenRunSettings | None = None,
+    *,
+    run_id: str = RUN,
+    fence: int = 1,
+    temperature: float = 1.0,
 ) -> pb.OpenRunRequest:
     return pb.OpenRunRequest(
-        run_id=RUN,
+        run_id=run_id,
         model_uri=model.absolute().as_uri(),
         trainer_settings=settings_struct(settings or trainer_settings()),
         fence=fence,
         temperature=temperature,
+    )
+
+
+def published_weights(weights_uri: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(unquote(urlsplit(weights_uri).path)) / "model.safetensors")
+
+
+def same_bits(one: str, other: str) -> bool:
+    """Whether two published directories hold the same weights."""
+    ours, theirs = published_weights(one), published_weights(other)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
     )
