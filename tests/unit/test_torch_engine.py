@@ -1,13 +1,14 @@
 """The embedded engine: a response is a function of weights, prompt, seed and parameters."""
 
+from __future__ import annotations
+
 import asyncio
-import dataclasses
-import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from rollpacker import sampling
 from rollpacker.types import FinishReason
@@ -21,42 +22,17 @@ from services.rollout.engine import (
     WeightsNotFoundError,
 )
 from services.rollout.torch_engine import TorchEngine
+from tests.tiny_models import PROMPT, STOP, VOCABULARY, save_model
 
-VOCABULARY = 17
-STOP = 3
-PROMPT = (5, 6, 7, 8, 9)
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+ENDLESS = frozenset[int]()
 
 
-def save_model(directory: Path, family: str = "llama", *, seed: int = 0, **changes) -> Path:
-    """A tiny random model; wide weights, so that its next-token laws are far from uniform."""
-    values = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        **changes,
-    }
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](**values))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def other_directory(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("other"), seed=1)
 
@@ -65,10 +41,11 @@ def other_directory(tmp_path_factory) -> Path:
 async def make_engine(model_directory):
     engines = []
 
-    async def make(directory: Path = model_directory, **settings) -> TorchEngine:
+    async def make(directory: Path | None = model_directory, **settings) -> TorchEngine:
         engine = TorchEngine(**{"dtype": "float64", "slots": 64, **settings})
         engines.append(engine)
-        await engine.load_weights(directory)
+        if directory:
+            await engine.load_weights(directory)
         return engine
 
     yield make
@@ -106,30 +83,42 @@ def essence(result: GenerationResult):
     return result.token_ids, result.finish_reason
 
 
-def reference_logits(directory: Path, tokens, dtype=torch.float64) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of a transformers forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+def law_of(directory: Path, sequence, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] of a transformers forward pass in float64."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0]
+        return (model(torch.tensor([sequence])).logits[0] / temperature).log_softmax(-1)
 
 
 async def test_a_response_is_what_the_definition_says(make_engine, model_directory):
     """Token by token, from transformers' logits and the noise in plain numbers."""
     result = (await run(await make_engine(), [request(7, temperature=0.8)]))["r7"]
-    sequence = [*PROMPT]
-    for token, logprob in zip(result.token_ids, result.logprobs, strict=True):
-        logits = reference_logits(model_directory, sequence)[-1] / 0.8
-        state = sampling.seed_state(7)
+    law = law_of(model_directory, [*PROMPT, *result.token_ids], 0.8)
+    for place, (token, logprob) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+        position = len(PROMPT) + place - 1
         noise = [
-            float(sampling.gumbel(sampling.noise_bits(state, len(sequence) - 1, v)))
+            float(sampling.gumbel(sampling.noise_bits(sampling.seed_state(7), position, v)))
             for v in range(VOCABULARY)
         ]
-        law = logits.log_softmax(-1)
-        assert int((law + torch.tensor(noise)).argmax()) == token
-        assert logprob == pytest.approx(float(law[token]), abs=1e-5)
-        sequence.append(token)
+        assert int((law[position] + torch.tensor(noise)).argmax()) == token
+        assert logprob == pytest.approx(float(law[position, token]), abs=1e-5)
     assert result.finish_reason is FinishReason.STOP
     assert result.token_ids[-1] == STOP
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+async def test_logprobs_are_those_of_a_transformers_forward(
+    make_engine, model_directory, dtype, record_property
+):
+    engine = await make_engine(dtype=dtype)
+    results = await run(engine, seeded(16, temperature=0.7, stop_token_ids=ENDLESS))
+    worst = 0.0
+    for result in results.values():
+        law = law_of(model_directory, [*PROMPT, *result.token_ids], 0.7)[len(PROMPT) - 1 : -1]
+        theirs = law.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((theirs - torch.tensor(result.logprobs)).abs().max()))
+    record_property("worst_logprob_difference", worst)
+    assert worst < 1e-4
 
 
 async def test_a_response_is_the_same_alone_and_in_a_batch_of_64(make_engine):
@@ -141,10 +130,35 @@ async def test_a_response_is_the_same_alone_and_in_a_batch_of_64(make_engine):
     assert len({result.token_ids for result in batch.values()}) > 32
 
 
+async def test_float32_and_float64_part_only_where_a_near_tie_was_counted(make_engine):
+    """Response by response: equal tokens, or a near-tie at or before the first difference."""
+    exact = await run(await make_engine(), seeded(64, stop_token_ids=ENDLESS))
+    rough = await run(await make_engine(dtype="float32"), seeded(64, stop_token_ids=ENDLESS))
+    parted = [name for name in exact if exact[name].token_ids != rough[name].token_ids]
+    for name in parted:
+        assert exact[name].near_tie_count + rough[name].near_tie_count > 0
+    assert len(parted) <= 6
+
+
+async def test_near_ties_are_counted(make_engine, tmp_path):
+    """With equal logits the two best scores are as close as their noise."""
+    flat = save_model(tmp_path, initializer_range=1e-12)
+    engine = await make_engine(flat)
+    results = await run(engine, seeded(64, stop_token_ids=ENDLESS, max_response_tokens=500))
+    expected = 0
+    for result in results.values():
+        state = sampling.seed_state(int(result.request_id[1:]))
+        positions = torch.arange(len(PROMPT) - 1, len(PROMPT) + 499)[:, None]
+        bits = sampling.noise_bits(state, positions, torch.arange(VOCABULARY))
+        best = sampling.gumbel(bits, torch).topk(2).values
+        expected += int((best[:, 0] - best[:, 1] < 1e-4).sum())
+    assert sum(result.near_tie_count for result in results.values()) == expected > 0
+
+
 async def test_a_preempted_response_goes_on_as_it_would_have(make_engine):
-    undisturbed = await run(await make_engine(), seeded(16, stop_token_ids=frozenset()))
+    undisturbed = await run(await make_engine(), seeded(16, stop_token_ids=ENDLESS))
     engine = await make_engine(kv_budget_tokens=300)
-    squeezed = await run(engine, seeded(16, stop_token_ids=frozenset()))
+    squeezed = await run(engine, seeded(16, stop_token_ids=ENDLESS))
     assert engine.stats().preemption_count > 0
     for name, result in undisturbed.items():
         assert essence(squeezed[name]) == essence(result)
@@ -167,3 +181,285 @@ async def test_a_moved_response_goes_on_as_it_would_have(make_engine):
         assert moved.logprobs == pytest.approx(whole.logprobs, abs=1e-9)
         assert moved.carried_token_count == length
         assert moved.near_tie_count == whole.near_tie_count + 2
+
+
+async def test_long_responses_among_short_ones_stay_what_they_are(make_engine):
+    """Rows move to larger blocks of the KV cache while their neighbours come and go."""
+    caps = [20, 400, 70, 140, 300, 40, 1, 130]
+    requests = [
+        request(n, max_response_tokens=cap, stop_token_ids=ENDLESS) for n, cap in enumerate(caps)
+    ]
+    together = await run(await make_engine(), requests)
+    engine = await make_engine()
+    for each in requests:
+        alone = (await run(engine, [each]))[each.request_id]
+        assert essence(alone) == essence(together[each.request_id])
+        assert len(alone.token_ids) == each.max_response_tokens
+        assert alone.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_group_larger_than_the_slots_is_served_in_turns(make_engine):
+    """Later responses copy the prompt from a running sibling, or compute it again."""
+    wide = await run(await make_engine(), seeded(12))
+    for slots in (1, 3):
+        narrow = await run(await make_engine(slots=slots), seeded(12))
+        assert {name: essence(r) for name, r in narrow.items()} == {
+            name: essence(r) for name, r in wide.items()
+        }
+
+
+async def test_prompts_of_any_length_share_a_batch(make_engine):
+    prompts = [tuple(i % VOCABULARY for i in range(n)) for n in (1, 2, 63, 64, 65, 200)]
+    requests = [request(n, prompt_token_ids=prompt) for n, prompt in enumerate(prompts)]
+    engine = await make_engine()
+    together = await asyncio.gather(*(run(engine, [each]) for each in requests))
+    for each, result in zip(requests, together, strict=True):
+        alone = await run(engine, [each])
+        assert essence(alone[each.request_id]) == essence(result[each.request_id])
+
+
+async def test_300_groups_at_once_are_what_each_is_alone(make_engine):
+    engine = await make_engine(slots=128)
+    groups = [
+        [request(2 * n + k, prompt_token_ids=(n % VOCABULARY, 5)) for k in range(2)]
+        for n in range(300)
+    ]
+    together = await asyncio.gather(*(run(engine, group) for group in groups))
+    for n in (0, 131, 299):
+        alone = await run(engine, groups[n])
+        assert {k: essence(r) for k, r in alone.items()} == {
+            k: essence(r) for k, r in together[n].items()
+        }
+    stats = engine.stats()
+    assert stats.generated_token_count > 600
+    assert (stats.running_response_count, stats.waiting_response_count) == (0, 0)
+    assert stats.kv_cache_usage == 0
+
+
+async def test_an_empty_response_is_its_stop_token(make_engine):
+    everything = frozenset(range(VOCABULARY))
+    results = await run(await make_engine(), seeded(4, stop_token_ids=everything))
+    for result in results.values():
+        assert len(result.token_ids) == len(result.logprobs) == 1
+        assert result.finish_reason is FinishReason.STOP
+
+
+async def test_a_stop_token_at_the_cap_is_a_stop(make_engine):
+    engine = await make_engine()
+    whole = (await run(engine, [request(5)]))["r5"]
+    assert whole.finish_reason is FinishReason.STOP
+    capped = await run(engine, [request(5, max_response_tokens=len(whole.token_ids))])
+    assert essence(capped["r5"]) == essence(whole)
+
+
+async def test_an_aborted_response_is_a_prefix_of_the_undisturbed_one(make_engine):
+    requests = seeded(8, stop_token_ids=ENDLESS, max_response_tokens=300)
+    undisturbed = await run(await make_engine(), requests)
+    engine = await make_engine(slots=6)  # two wait and have no tokens yet
+    stream = engine.generate(requests, 5)
+    await anext(stream)
+    returned = await engine.abort([*(each.request_id for each in requests[2:]), "unknown", "r3"])
+    results = {e.request_id: e async for e in stream if isinstance(e, GenerationResult)}
+    assert {result.request_id for result in returned} == {f"r{n}" for n in range(3, 9)}
+    for result in returned:
+        assert results[result.request_id] == result
+        assert result.finish_reason is FinishReason.INTERRUPTED
+        whole = undisturbed[result.request_id]
+        assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+        assert len(result.logprobs) == len(result.token_ids) < 300
+    assert {len(r.token_ids) for r in returned if r.slot == -1} == {0}
+    for name in ("r1", "r2"):
+        assert essence(results[name]) == essence(undisturbed[name])
+    assert await engine.abort(["r1"]) == []
+
+
+async def test_closing_the_iterator_aborts_what_runs(make_engine):
+    engine = await make_engine()
+    stream = engine.generate(seeded(4, stop_token_ids=ENDLESS, max_response_tokens=400), 1)
+    await anext(stream)
+    await stream.aclose()
+    assert await engine.abort(["r1"]) == []  # posted after the stream's own abort
+    assert engine.stats().running_response_count == 0
+
+
+async def test_progress_tells_the_longest_and_the_total(make_engine):
+    engine = await make_engine()
+    whole = (await run(engine, [request(1, stop_token_ids=ENDLESS)]))["r1"]
+    moved = request(
+        1,
+        stop_token_ids=ENDLESS,
+        carried_token_ids=whole.token_ids[:25],
+        carried_logprobs=whole.logprobs[:25],
+    )
+    fresh = request(2, stop_token_ids=ENDLESS)
+    events = [event async for event in engine.generate([moved, fresh], 10)]
+    progress = [event for event in events if isinstance(event, GenerationProgress)]
+    assert progress[0] == GenerationProgress(26, 27)
+    assert progress[1] == GenerationProgress(36, 47)
+    longest = [event.longest_response_tokens for event in progress]
+    assert longest == [26, 36, 46, 56]
+
+
+async def test_swapped_weights_give_what_a_fresh_engine_gives(make_engine, other_directory):
+    engine = await make_engine()
+    before = await run(engine, seeded(8))
+    await engine.load_weights(other_directory)
+    after = await run(engine, seeded(8))
+    fresh = await run(await make_engine(other_directory), seeded(8))
+    for name in fresh:
+        assert essence(after[name]) == essence(fresh[name])
+        assert after[name].logprobs == fresh[name].logprobs
+    assert any(before[name].token_ids != after[name].token_ids for name in before)
+
+
+async def test_another_architecture_replaces_the_model(make_engine, tmp_path):
+    engine = await make_engine()
+    await run(engine, seeded(2))
+    qwen = save_model(tmp_path, "qwen3", num_hidden_layers=3)
+    await engine.load_weights(qwen)
+    fresh = await run(await make_engine(qwen), seeded(4))
+    assert {n: essence(r) for n, r in (await run(engine, seeded(4))).items()} == {
+        n: essence(r) for n, r in fresh.items()
+    }
+
+
+async def test_weights_that_cannot_be_loaded_leave_the_old_ones(make_engine, tmp_path):
+    engine = await make_engine()
+    before = await run(engine, seeded(4))
+    broken = save_model(tmp_path / "broken", seed=1)
+    (broken / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(WeightsNotFoundError):
+        await engine.load_weights(broken)
+    with pytest.raises(WeightsNotFoundError):
+        await engine.load_weights(tmp_path / "nowhere")
+    with pytest.raises(InvalidRequestError, match="one process"):
+        await engine.load_weights(broken, tensor_parallel_size=2)
+    after = await run(engine, seeded(4))
+    assert {n: essence(r) for n, r in after.items()} == {n: essence(r) for n, r in before.items()}
+
+
+async def test_weights_change_only_when_nothing_runs(make_engine, other_directory):
+    engine = await make_engine()
+    stream = engine.generate(seeded(2, stop_token_ids=ENDLESS, max_response_tokens=400), 1)
+    await anext(stream)
+    with pytest.raises(EngineError, match="abort them first"):
+        await engine.load_weights(other_directory)
+    with pytest.raises(EngineError, match="abort them first"):
+        await engine.release()
+    await stream.aclose()
+    await engine.load_weights(other_directory)
+
+
+async def test_a_released_engine_serves_again_after_loading(make_engine, model_directory):
+    engine = await make_engine()
+    before = await run(engine, seeded(4))
+    await engine.release()
+    await engine.release()
+    with pytest.raises(EngineError, match="no weights"):
+        await run(engine, seeded(1))
+    await engine.load_weights(model_directory)
+    after = await run(engine, seeded(4))
+    assert {n: essence(r) for n, r in after.items()} == {n: essence(r) for n, r in before.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "named"),
+    [
+        ({}, 508, "context is 512"),
+        ({"max_context_tokens": 100}, 96, "context is 100"),
+        ({"kv_budget_tokens": 90}, 86, "KV budget is 90"),
+    ],
+)
+async def test_a_response_that_can_never_fit_is_refused(make_engine, settings, longest, named):
+    engine = await make_engine(**settings)
+    with pytest.raises(PromptTooLongError, match=named):
+        await run(engine, [request(max_response_tokens=longest)])
+    assert await run(engine, [request(max_response_tokens=80)])
+
+
+async def test_a_response_may_fill_the_context_and_the_budget(make_engine):
+    for settings in ({"max_context_tokens": 100}, {"kv_budget_tokens": 100}):
+        engine = await make_engine(**settings)
+        room = 100 - len(PROMPT)
+        requests = seeded(2, max_response_tokens=room, stop_token_ids=ENDLESS)
+        results = await run(engine, requests)
+        assert {len(result.token_ids) for result in results.values()} == {room}
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("prompt_token_ids", {"prompt_token_ids": ()}),
+        ("prompt_token_ids", {"prompt_token_ids": (VOCABULARY,)}),
+        ("seed", {"seed": 2**63}),
+        ("seed", {"seed": -1}),
+        ("temperature", {"temperature": 0.0}),
+        ("temperature", {"temperature": math.inf}),
+        ("max_response_tokens", {"max_response_tokens": 0}),
+        ("carried_token_ids", {"carried_token_ids": (-1,), "carried_logprobs": (-1.0,)}),
+        ("carried_token_ids", {"carried_token_ids": (5,) * 60, "carried_logprobs": (-1.0,) * 60}),
+        ("carried_logprobs", {"carried_token_ids": (5,)}),
+    ],
+)
+async def test_a_request_that_cannot_be_served_is_named(make_engine, field, changes):
+    engine = await make_engine()
+    with pytest.raises(InvalidRequestError) as refused:
+        await run(engine, [request(**changes)])
+    assert refused.value.field == field
+    assert await run(engine, [request()])  # and harms nobody
+
+
+async def test_a_request_id_that_runs_is_refused(make_engine):
+    engine = await make_engine()
+    with pytest.raises(InvalidRequestError, match="running already"):
+        await run(engine, [request(), request()])
+
+
+async def test_temperature_and_stop_set_belong_to_each_request(make_engine):
+    requests = [
+        request(1, temperature=0.2, stop_token_ids=frozenset({1, 2, 3, 4})),
+        request(2, temperature=3.0, stop_token_ids=ENDLESS),
+        request(3, temperature=1.5, stop_token_ids=frozenset({9})),
+    ]
+    engine = await make_engine()
+    together = await run(engine, requests)
+    for each in requests:
+        alone = (await run(engine, [each]))[each.request_id]
+        assert essence(alone) == essence(together[each.request_id])
+
+
+async def test_an_engine_without_weights_says_so(make_engine):
+    engine = await make_engine(None)
+    with pytest.raises(EngineError, match="no weights"):
+        await run(engine, [request()])
+
+
+async def test_a_closed_engine_has_aborted_everything_and_refuses_more(make_engine):
+    engine = await make_engine()
+    stream = engine.generate(seeded(2, stop_token_ids=ENDLESS, max_response_tokens=400), 1)
+    await anext(stream)
+    await engine.close()
+    ends = [event async for event in stream if isinstance(event, GenerationResult)]
+    assert {event.finish_reason for event in ends} == {FinishReason.INTERRUPTED}
+    with pytest.raises(EngineError, match="closed"):
+        await run(engine, [request()])
+    with pytest.raises(EngineError, match="closed"):
+        await engine.abort(["r1"])
+
+
+async def test_bfloat16_serves(make_engine):
+    results = await run(await make_engine(dtype="bfloat16"), seeded(8))
+    for result in results.values():
+        assert all(math.isfinite(logprob) and logprob <= 0 for logprob in result.logprobs)
+
+
+async def test_responses_of_a_large_vocabulary_keep_to_the_definition(make_engine, tmp_path):
+    wide = save_model(tmp_path, vocab_size=5000, initializer_range=0.1)
+    requests = seeded(3, stop_token_ids=ENDLESS, max_response_tokens=12)
+    results = await run(await make_engine(wide), requests)
+    for result in results.values():
+        law = law_of(wide, [*PROMPT, *result.token_ids])[len(PROMPT) - 1 : -1]
+        positions = torch.arange(len(PROMPT) - 1, len(PROMPT) + 11)[:, None]
+        state = sampling.seed_state(int(result.request_id[1:]))
+        bits = sampling.noise_bits(state, positions, torch.arange(5000))
+        assert (law + sampling.gumbel(bits, torch)).argmax(-1).tolist() == list(result.token_ids)

@@ -134,8 +134,9 @@ def _read_rope(values: Mapping[str, Any]) -> RopeConfig:
         raise _unsupported("rope_parameters", given, "a mapping")
     kind = given.get("rope_type", given.get("type", "default"))
     theta = float(given.get("rope_theta", values.get("rope_theta", _DEFAULT_THETA)))
-    if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise _unsupported("partial_rotary_factor", "below 1", "1.0")
+    share = given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        raise _unsupported("partial_rotary_factor", share, "1.0")
     try:
         if kind == "default":
             return RopeConfig("default", theta)

@@ -77,7 +77,6 @@ class TorchEngine:
             dtype=_DTYPES[dtype],
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stats = self._core.stats()
         self._limits = (0, 0)  # context, vocabulary
         self._failure: asyncio.Future[EngineError] = self._loop.create_future()
         self._streams: set[asyncio.Queue[_Event | EngineError]] = set()
@@ -127,7 +126,7 @@ class TorchEngine:
         return await self._call(lambda: self._core.abort(names))
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return self._core.stats()  # counts only: safe to read while the thread works
 
     async def wait_failed(self) -> EngineError:
         return await asyncio.shield(self._failure)
@@ -159,6 +158,8 @@ class TorchEngine:
             "seed": not 0 <= request.seed <= MAX_SEED and f"{request.seed} is not 63 bits",
             "temperature": not (math.isfinite(request.temperature) and request.temperature > 0)
             and f"{request.temperature} is not a finite number above 0",
+            "max_response_tokens": request.max_response_tokens < 1
+            and f"{request.max_response_tokens} is not above 0",
             "carried_token_ids": len(request.carried_token_ids) >= request.max_response_tokens
             and f"{len(request.carried_token_ids)} tokens fill the cap already",
             "carried_logprobs": len(request.carried_logprobs) != len(request.carried_token_ids)
@@ -196,18 +197,16 @@ class TorchEngine:
         try:
             with torch.inference_mode():
                 while self._take_jobs(block=not self._core.step()):
-                    self._stats = self._core.stats()
+                    pass
                 self._core.abort_all()
         except Exception as error:  # noqa: BLE001  every caller must hear of it
             _log.exception("the engine failed")
             failure = EngineError(f"the engine failed: {error!r}; restart the service")
             self._loop.call_soon_threadsafe(self._fail, failure)
-        self._stats = self._core.stats()
 
     def _take_jobs(self, *, block: bool) -> bool:
         """Run what is in the inbox; wait for a job first if `block`. False: close."""
         while block or not self._inbox.empty():
-            self._stats = self._core.stats()
             job = self._inbox.get()
             if job is None:
                 return False

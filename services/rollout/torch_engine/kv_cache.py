@@ -67,6 +67,11 @@ class KvCache:
     def __len__(self) -> int:
         return len(self._base)
 
+    @property
+    def allocated_tokens(self) -> int:
+        """Positions that there is memory for."""
+        return sum(b.storage.shape[2] * b.capacity for b in self._blocks.values())
+
     def length(self, slot: int) -> int:
         """Positions held for a slot."""
         return self._base[slot] + self._steps
