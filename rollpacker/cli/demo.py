@@ -56,8 +56,9 @@ def demo(
         state = DemoState(
             directory, {run_id: it.model_dump(mode="json") for run_id, it in settings.items()}
         )
-        with directory_lock(state.stack_directory):  # nobody runs it now
-            pass
+        if state.stack_directory.exists():
+            with directory_lock(state.stack_directory):  # nobody runs it now
+                pass
         print(state.open(wanted), flush=True)
     stack = LocalStack(state.stack_directory, run_directory=directory)
 
