@@ -22,6 +22,7 @@ from typing import Any
 
 import typer
 
+from rollpacker.cli.console import printable
 from rollpacker.data import DataError
 from rollpacker.local_stack import StackError
 from rollpacker.rpc import errors
@@ -114,5 +115,6 @@ async def _until_interrupted(
 
 def _leave(message: str, status: int) -> None:
     for line in message.splitlines():
-        typer.echo(f"error: {line}" if not line.startswith(" ") else line, err=True)
+        shown = printable(line)
+        typer.echo(shown if shown.startswith(" ") else f"error: {shown}", err=True)
     raise typer.Exit(status)

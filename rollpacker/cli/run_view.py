@@ -1,6 +1,6 @@
 """What a watcher knows of a run: events in, rows of text out. Pure.
 
-The names of metrics that are shown stand in COLUMNS, and nowhere else in the commands.
+The names of metrics stand here, and nowhere else in the commands.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollpacker import wire
+from rollpacker.cli.console import printable
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
 ENDED = frozenset({pb.Run.STATE_SUCCEEDED, pb.Run.STATE_FAILED, pb.Run.STATE_STOPPED})
+_STEPS_FOR_PACE = 20
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -25,12 +27,14 @@ class Column:
     decimals: int
 
 
+QUEUE_LENGTH = "tail/queue_length"
+REWARD = "reward/mean"
 COLUMNS = (
-    Column("reward", "reward/mean", 3),
+    Column("reward", REWARD, 3),
     Column("tokens", "response_length/mean", 0),
     Column("longest", "response_length/max", 0),
     Column("deferred", "tail/deferred_groups", 0),
-    Column("queue", "tail/queue_length", 0),
+    Column("queue", QUEUE_LENGTH, 0),
     Column("rollout s", "timing_s/rollout", 1),
     Column("train s", "timing_s/train_wait", 1),
     Column("step s", "timing_s/step", 1),
@@ -52,11 +56,29 @@ class RunView:
         kind = event.WhichOneof("event")
         if kind == "run_changed":
             self.run = event.run_changed
+            self.progress = None if self.ended else self.progress
         elif kind == "step_finished":
-            self.steps[event.step_finished.step] = event.step_finished
-            self.progress = None
+            self._finish(event.step_finished)
         elif kind == "round_progress":
             self.progress = event.round_progress
+
+    def _finish(self, step: pb.Step) -> None:
+        self.steps[step.step] = step
+        self.progress = None
+        if self.run is not None and step.step >= self.run.step:
+            self.run.step = step.step + 1
+            self.run.weight_version = step.weight_version
+            self.run.deferred_draw_count = round(step.metrics.get(QUEUE_LENGTH, 0.0))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the planned steps still take at the pace of the newest ones; None: not known."""
+        newest = self.newest_steps(_STEPS_FOR_PACE)
+        if self.run is None or len(newest) < 2 or self.ended:
+            return None
+        first, last = (wire.timestamp_from_proto(newest[at].end_time) for at in (0, -1))
+        steps_left = max(0, self.run.planned_steps - self.run.step)
+        return (last - first) / (len(newest) - 1) * steps_left
 
     @property
     def ended(self) -> bool:
@@ -102,7 +124,7 @@ def run_line(run: pb.Run) -> str:
         f"{run.run_id} {state_name(run)}: {run.step}{planned} steps,"
         f" weight version {run.weight_version}, {run.deferred_draw_count} draws deferred"
     )
-    return f"{line}; {run.failure}" if run.failure else line
+    return f"{line}; {printable(run.failure)}" if run.failure else line
 
 
 def progress_line(progress: pb.RoundProgress) -> str:

@@ -51,14 +51,16 @@ def _print_line(event: pb.WatchRunResponse) -> None:
 def _picture(view: RunView) -> RenderableType:
     parts: list[RenderableType] = []
     if view.run is not None:
-        parts.append(Text(run_view.run_line(view.run), style="bold"))
+        left = view.seconds_left
+        pace = f"; about {left / 60:.0f} min left" if left is not None else ""
+        parts.append(Text(run_view.run_line(view.run) + pace, style="bold"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in run_view.STEP_TITLES:
         table.add_column(title, justify="right")
     for step in view.newest_steps(_STEPS_SHOWN):
         table.add_row(*run_view.step_cells(step))
     parts.append(table)
-    rewards = view.series("reward/mean")
+    rewards = view.series(run_view.REWARD)
     if len(rewards) > 1:
         parts.append(Text(f"reward {run_view.sparkline(rewards)} {rewards[-1]:.3f}"))
     if view.progress is not None:

@@ -45,6 +45,19 @@ def test_a_finished_step_ends_the_progress_of_its_round() -> None:
     assert view.progress is None
 
 
+def test_a_run_counts_its_steps_and_tells_how_long_the_rest_takes() -> None:
+    view = RunView(run=pb.Run(run_id="r", state=pb.Run.STATE_RUNNING, planned_steps=10))
+    assert view.seconds_left is None
+    for number in (0, 1, 2):
+        view.apply(pb.WatchRunResponse(step_finished=step(number)))
+    assert view.run is not None
+    assert (view.run.step, view.run.weight_version) == (3, 3)
+    assert view.seconds_left == 70.0  # ten seconds a step
+    view.apply(pb.WatchRunResponse(run_changed=pb.Run(state=pb.Run.STATE_SUCCEEDED, step=10)))
+    assert view.ended
+    assert view.seconds_left is None
+
+
 def test_a_run_is_told_with_the_reason_of_its_failure() -> None:
     run = pb.Run(run_id="r", state=pb.Run.STATE_FAILED, step=2, planned_steps=5, failure="no disk")
     assert run_view.run_line(run) == (
@@ -53,9 +66,7 @@ def test_a_run_is_told_with_the_reason_of_its_failure() -> None:
 
 
 def test_a_sparkline_spans_its_values_and_is_no_wider_than_asked() -> None:
-    assert (
-        run_view.sparkline([0.0, 0.5, 1.0]) == "▁▅█" or run_view.sparkline([0.0, 0.5, 1.0]) == "▁▄█"
-    )
+    assert run_view.sparkline([0.0, 0.25, 1.0]) == "▁▃█"
     assert run_view.sparkline([1.0, 1.0]) == "▁▁"
     assert run_view.sparkline([]) == ""
     assert len(run_view.sparkline([float(n) for n in range(100)], width=7)) == 7
