@@ -44,7 +44,8 @@ def reward_chart(run: LoadedRun, width: float = 720, height: float = 300) -> Mar
     left, bottom = 44.0, height - 28
     last = max(x for x, _ in [*points, *scores])
     x = Scale(0, max(1, last), left + 8, width - 14)
-    y = svg.value_scale([value for _, value in [*points, *scores]], bottom, 14)
+    bounds = [end for line in run.validations for end in score_interval(line) or ()]
+    y = svg.value_scale([*(value for _, value in [*points, *scores]), *bounds], bottom, 14)
     placed = [(x(step), y(value)) for step, value in points]
     means = svg.bucket_means(_moving_mean(placed, smoothing_window(len(placed))), _MAX_LINE_POINTS)
     return svg.drawing(

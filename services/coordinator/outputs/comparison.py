@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.coordinator.outputs.formatting import format_number, format_ratio
+from services.coordinator.outputs.formatting import format_number, format_ratio, format_score
 from services.coordinator.outputs.loaded_run import LoadedRun, load_run
 from services.coordinator.outputs.run_directory import RunDirectory, read_json
 from services.coordinator.outputs.summary import summarize, trained_tokens
@@ -64,15 +64,22 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     table.add_column(run["mode"], justify="right")
     table.add_column(baseline["mode"], justify="right")
     table.add_column("ratio", justify="right")
-    for name, (words, unit) in FIGURES.items():
+    for name, (words, _) in FIGURES.items():
         ratio = comparison["ratios"].get(name)
         table.add_row(
             words,
-            format_number(run[name], unit),
-            format_number(baseline[name], unit),
+            format_figure(name, run[name]),
+            format_figure(name, baseline[name]),
             "" if ratio is None else format_ratio(ratio),
         )
     return table
+
+
+def format_figure(name: str, value: float | None) -> str:
+    """A figure of FIGURES with its unit."""
+    if name.startswith("validation_"):
+        return format_score(value)
+    return format_number(value, FIGURES[name][1])
 
 
 def _figures(run: LoadedRun) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from rollpacker.types import PromptGroup, ScoredResponse, Verdict
 from services.coordinator.outputs import svg
 from services.coordinator.outputs.charts import round_css
-from services.coordinator.outputs.comparison import FIGURES
+from services.coordinator.outputs.comparison import FIGURES, format_figure
 from services.coordinator.outputs.formatting import (
     format_fixed,
     format_number,
@@ -183,12 +183,12 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[ComparisonRow]:
     return [
         ComparisonRow(
             name=words,
-            run=format_number(run[name], unit),
-            baseline=format_number(baseline[name], unit),
+            run=format_figure(name, run[name]),
+            baseline=format_figure(name, baseline[name]),
             ratio=format_ratio(ratios[name]) if ratios.get(name) is not None else "",
             bars=_bars(run[name], baseline[name]) if ratios.get(name) is not None else Markup(""),
         )
-        for name, (words, unit) in FIGURES.items()
+        for name, (words, _) in FIGURES.items()
     ]
 
 

@@ -121,10 +121,11 @@ def length_histogram(run: LoadedRun, width: float = 540) -> Markup:
     edges = length_edges(min(everything), max(everything))
     shares = {kind: binned_shares(counts, edges) for kind, counts in run.lengths.items()}
     highest = max(max(row) for row in shares.values())
-    pitch, left = 90.0, 6.0
+    bar, left = {1: 190.0, 2: 100.0}.get(len(shares), 56.0), 6.0
+    pitch = bar + 34
     x = Scale(0, len(edges) - 1, left, width - 6)
     rows = [
-        _histogram_row(kind, run.lengths[kind], row, x, Scale(0, highest, base, base - 56))
+        _histogram_row(kind, run.lengths[kind], row, x, Scale(0, highest, base, base - bar))
         for number, (kind, row) in enumerate(shares.items())
         for base in [pitch * (number + 1) - 4]
     ]
@@ -156,12 +157,13 @@ def _histogram_row(
 
 
 def _edge_ticks(edges: Sequence[int], x: Scale, bottom: float) -> Markup:
-    """The edges below the last row, as many as have room; the unit at the end."""
-    every = math.ceil(44 * len(edges) / (x.end - x.start))
+    """The powers of two below the last row, as many as have room; the unit at the end."""
+    powers = [(at, edge) for at, edge in enumerate(edges) if edge & (edge - 1) == 0]
+    every = math.ceil(44 * len(powers) / (x.end - x.start))
     ticks = [
         svg.text((x(at), bottom + 17), f"{edge:,}", "tick", "start" if at == 0 else "middle")
-        for at, edge in enumerate(edges)
-        if at % every == 0 and x(at) < x.end - 60
+        for at, edge in powers[::every]
+        if x(at) < x.end - 60
     ]
     return Markup("").join(ticks) + svg.text((x.end, bottom + 17), "tokens", "tick", "end")
 
@@ -185,18 +187,20 @@ def length_chart(run: LoadedRun, width: float = 540, height: float = 290) -> Mar
         f"Response lengths of {len(shown)} steps: median to longest",
         svg.y_axis(y, left, width),
         svg.x_axis(x, bottom, "step"),
-        *(_whisker(line, x(line.step), y) for line in shown),
+        *(_whisker(line, x(line.step), y, "thin" if len(shown) > 120 else "") for line in shown),
     )
 
 
-def _whisker(line: StepLine, x: float, y: Scale) -> Markup:
-    css = round_css(round_class(line))
+def _whisker(line: StepLine, x: float, y: Scale, weight: str) -> Markup:
+    css = f"{round_css(round_class(line))} {weight}".strip()
     longest = line.metrics["response_length/max"]
     median, high = line.metric("response_length/p50"), line.metric("response_length/p99")
     marks = []
     if median is not None:
         marks.append(svg.line((x, y(median)), (x, y(longest)), f"stem {css}"))
-        marks.append(svg.element("circle", cx=x, cy=y(median), r=2.2, class_=f"dot {css}"))
+        marks.append(
+            svg.element("circle", cx=x, cy=y(median), r=1.4 if weight else 2.2, class_=f"dot {css}")
+        )
     if high is not None:
         marks.append(svg.line((x - 2.5, y(high)), (x + 2.5, y(high)), f"stem {css}"))
     title = (

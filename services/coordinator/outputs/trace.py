@@ -68,8 +68,8 @@ def kept_steps(run: LoadedRun, max_spans: int) -> list[StepLine]:
 
 
 def _span_count(run: LoadedRun, line: StepLine) -> int:
-    per_response = 2  # decoded and scored
-    return per_response * sum(1 for _ in run.responses(line.step)) + 8
+    responses = run.verdicts[line.step].total() if line.step in run.verdicts else 0
+    return 2 * responses + 8  # decoded and scored
 
 
 def _note(run: LoadedRun, kept: Sequence[StepLine]) -> str:
