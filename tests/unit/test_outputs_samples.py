@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from outputs_example_run import ExampleRun
 
@@ -70,6 +70,7 @@ def _group(draw: st.DrawFn, number: int) -> PromptGroup:
     )
 
 
+@settings(deadline=None)  # writes files
 @given(data=st.data())
 def test_groups_read_equal_the_groups_written(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

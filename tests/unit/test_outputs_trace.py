@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from outputs_example_run import RUN_ID, ExampleRun
 
@@ -136,6 +136,7 @@ def test_a_run_without_a_step_has_an_empty_trace(tmp_path: Path) -> None:
     assert _spans(trace) == []
 
 
+@settings(deadline=None)  # writes files
 @given(data=st.data())
 def test_any_times_and_slots_give_a_valid_trace(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -92,7 +92,8 @@ class Scale:
             values = _log_ticks(self.low, self.high)
         else:
             values = nice(self.low, self.high, self.spaces)
-        return [value for value in values if self.low <= value <= self.high * (1 + 1e-9)]
+        slack = 1e-9 * (self.high - self.low)
+        return [value for value in values if self.low - slack <= value <= self.high + slack]
 
 
 def value_scale(
