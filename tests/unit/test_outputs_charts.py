@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.coordinator.outputs.charts import score_interval
@@ -27,6 +27,7 @@ def test_attributes_and_text_are_escaped() -> None:
     assert "<script>" not in text((0, 0), "<script>")
 
 
+@settings(deadline=None)
 @given(st.lists(_VALUES, min_size=1), st.booleans())
 def test_a_scale_has_room_for_every_value(values: list[float], zero: bool) -> None:
     scale = value_scale(values, 100, 0, zero)
@@ -34,6 +35,7 @@ def test_a_scale_has_room_for_every_value(values: list[float], zero: bool) -> No
     assert 2 <= len(scale.ticks()) <= 7
 
 
+@settings(deadline=None)
 @given(_VALUES, st.floats(1e-6, 1e9))
 def test_ticks_are_evenly_spaced_around_the_domain(low: float, size: float) -> None:
     ticks, high = nice(low, low + size, 4), low + size
@@ -51,6 +53,7 @@ def test_a_logarithmic_scale_puts_equal_factors_at_equal_distances() -> None:
     assert Scale(16, 1024, 0, 1, log=True).ticks() == [16, 64, 256, 1024]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_length_bins_cover_the_range_in_growing_whole_steps(first: int, second: int) -> None:
     low, high = min(first, second), max(first, second)
@@ -61,6 +64,7 @@ def test_length_bins_cover_the_range_in_growing_whole_steps(first: int, second: 
     assert len(edges) < 45
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5000), min_size=1))
 def test_shares_of_all_bins_sum_to_one(values: list[int]) -> None:
     counts = Counter(values)
@@ -68,6 +72,7 @@ def test_shares_of_all_bins_sum_to_one(values: list[int]) -> None:
     assert sum(shares) == pytest.approx(1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(_VALUES, _VALUES), min_size=1, max_size=50), st.integers(1, 60))
 def test_buckets_keep_few_points(points: list[tuple[float, float]], limit: int) -> None:
     found = bucket_means(points, limit)
@@ -85,6 +90,7 @@ def test_the_interval_of_a_score_is_wilsons() -> None:
     assert (low, round(high, 3)) == (0.0, 0.278)
 
 
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from outputs_example_run import RUN_ID, ExampleRun
 
@@ -119,6 +119,7 @@ def test_measurements_among_the_metrics_of_a_step_count_too(tmp_path: Path) -> N
     assert (summary["validation_before"], summary["validation_after"]) == (0.0, 0.2)
 
 
+@settings(deadline=None)
 @given(
     values=st.lists(st.integers(0, 50), min_size=1, max_size=60),
     share=st.sampled_from([0.01, 0.5, 0.75, 0.99, 1.0]),
