@@ -32,6 +32,7 @@ from rollpacker.types import (
 from rollpacker.v1 import trainer_service_pb2 as pb
 from rollpacker.v1 import trainer_service_pb2_grpc
 from services.trainer.leader import Leader
+from services.trainer.open_run import Roots
 from services.trainer.ranks import Ranks
 from services.trainer.server import TrainerServicer
 from services.trainer.session import Session
@@ -201,7 +202,9 @@ async def serving_trainer(
     """A trainer of one rank in this process, with its files below `directory`."""
     torch.set_num_threads(1)
     leader = Leader(Ranks())
-    session = Session(redis_client, leader, directory / "weights", directory / "checkpoints")
+    session = Session(
+        redis_client, leader, Roots(directory / "weights", directory / "checkpoints")
+    )
     servicer = TrainerServicer(session, world_size=1)
     server = RpcServer(
         "127.0.0.1:0",
@@ -216,6 +219,7 @@ async def serving_trainer(
             yield ServedTrainer(trainer_service_pb2_grpc.TrainerServiceStub(channel), leader)
     finally:
         await server.stop()
+        await session.close()
         await leader.close()
 
 

@@ -19,6 +19,7 @@ from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2_grpc
 from services.trainer.leader import Leader
+from services.trainer.open_run import Roots
 from services.trainer.ranks import Ranks
 from services.trainer.replica import follow
 from services.trainer.server import TrainerServicer
@@ -51,7 +52,7 @@ async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
     """The life of rank 0."""
     leader = Leader(ranks)
     redis = Redis.from_url(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
-    session = Session(redis, leader, settings.weights_root, settings.checkpoint_root)
+    session = Session(redis, leader, Roots(settings.weights_root, settings.checkpoint_root))
     servicer = TrainerServicer(session, ranks.world_size)
     server = RpcServer(
         settings.address,
@@ -69,6 +70,7 @@ async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
             server, address_file=settings.address_file, background=[leader.watch, heartbeat]
         )
     finally:
+        await session.close()
         await leader.close()
         await redis.aclose()
 

@@ -39,6 +39,7 @@ from rollpacker.v1 import trainer_service_pb2
 _MARKER = "COMPLETE"
 _RECORD = "record.json"
 _PREFIX = "step_"
+_PARTIAL = ".partial-"
 _log = logging.getLogger(__name__)
 
 
@@ -81,8 +82,9 @@ class CheckpointStore:
 
     def begin(self, weight_version: int) -> Path:
         """An empty directory for the tensors of a new checkpoint."""
-        partial = self._directory / f".partial-{weight_version:06d}"
-        shutil.rmtree(partial, ignore_errors=True)
+        for remainder in self._directory.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(remainder)
+        partial = self._directory / f"{_PARTIAL}{weight_version:06d}"
         partial.mkdir(parents=True)
         return partial
 

@@ -98,7 +98,7 @@ def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over each decoder layer and the rest, with sums instead of means.
+    """FSDP2 over each block that must stay whole (a decoder layer) and the rest, with sums.
 
     gloo has no pre-multiplied sum, so the division is switched off by forcing plain sums; that
     must be said to every FSDP module, not to the root alone.
@@ -106,8 +106,10 @@ def _shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> N
     policy = MixedPrecisionPolicy()
     if compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in cast(Any, module).base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    blocks = set(getattr(module, "_no_split_modules", None) or ())
+    for part in list(module.modules()):
+        if type(part).__name__ in blocks:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     for part in module.modules():
         if isinstance(part, FSDPModule):

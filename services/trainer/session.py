@@ -7,9 +7,7 @@
 Invariants:
 - `weight_version` counts the updates applied, so step n can only start at weight version n, and a
   step below it is finished.
-- An update is applied once: the weights, the version and the result change together, in memory,
-  after the checkpoint and the publication were written. What follows (recording the result in
-  Redis, acknowledging) may be repeated, and is, by the next FinishStep of that step.
+- An update is applied once, whoever asks and however often; see `open_run` for what it leaves.
 - A call that was cancelled (its caller gave up) leaves the work running; a repeat joins it.
 - Fences only grow; a call with a lower one changes nothing.
 """
@@ -18,32 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
-import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from rollpacker.rpc.errors import FailedPreconditionError, NotFoundError, stale_fence
-from rollpacker.store import keys
-from rollpacker.store.sample_stream import SampleStream
+from rollpacker.rpc.errors import FailedPreconditionError, stale_fence
 from rollpacker.types import Draw, DrawId, StepResult
-from services.trainer.checkpoint import Checkpoint, CheckpointRecord, CheckpointStore
 from services.trainer.leader import Leader
-from services.trainer.metrics import step_metrics
-from services.trainer.model import ModelNotFoundError
+from services.trainer.open_run import OpenRun, Roots, Weights, settings_differ
 from services.trainer.open_step import OpenStep
-from services.trainer.redis_retry import through_restarts
-from services.trainer.replica import DropSums, Open, SaveTensors
+from services.trainer.replica import DropSums
 from services.trainer.settings import RunSpec
-from services.trainer.update import UpdateOutcome
-from services.trainer.weight_publisher import WeightPublisher
 
-_MAX_SKIPPED_UPDATES = 3  # in a row; the last one fails
-_log = logging.getLogger(__name__)
+_CLOSE_SECONDS = 20.0  # torchrun kills after 30
 Result = TypeVar("Result")
 
 
@@ -55,42 +41,16 @@ class Activity(enum.Enum):
     UPDATING = "updating"
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of an open run, and the coordinator's snapshot that belongs to them."""
-
-    weight_version: int
-    weights_uri: str
-    run_snapshot_json: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The open run: what is fixed, and what the last step left behind."""
-
-    spec: RunSpec
-    settings_hash: str
-    checkpoints: CheckpointStore
-    publisher: WeightPublisher
-    weights: Weights
-    result: StepResult | None = None  # of step weight_version - 1
-    skipped_updates_in_a_row: int = 0
-
-
 class Session:
     """The trainer's one run and its one open step; lives in the leader's event loop."""
 
-    def __init__(
-        self, redis: Redis, leader: Leader, weights_root: Path, checkpoint_root: Path
-    ) -> None:
+    def __init__(self, redis: Redis, leader: Leader, roots: Roots) -> None:
         self._redis = redis
         self._leader = leader
-        self._weights_root = weights_root
-        self._checkpoint_root = checkpoint_root
+        self._roots = roots
         self._fence = 0
-        self._run: _Run | None = None
+        self._run: OpenRun | None = None
         self._step: OpenStep | None = None
-        self._unacknowledged: OpenStep | None = None  # finished, but Redis was away
         self._update: asyncio.Task[StepResult] | None = None
         self._lock = asyncio.Lock()  # held while the run or the step changes
 
@@ -100,7 +60,7 @@ class Session:
 
     @property
     def weight_version(self) -> int:
-        return self._run.weights.weight_version if self._run else 0
+        return self._run.weight_version if self._run else 0
 
     @property
     def accumulated_group_count(self) -> int:
@@ -139,22 +99,29 @@ class Session:
         """FinishStep; waits `wait_seconds` for draws that are not in the stream yet."""
         self._check_fence(fence)
         run = self._opened(run_id)
-        if step >= run.weights.weight_version:
+        if step >= run.weight_version:
             open_step = self._open_step(step)
             await open_step.take_exactly([draw.id for draw in draws], wait_seconds)
             self._check_fence(fence)
             result = await self._update_once(open_step, draws, run_snapshot_json)
         else:
-            result = await self._finished(run, step)
+            result = await run.result_of(step)
         _check_same_draws(step, result, {draw.id for draw in draws})
         return result
+
+    async def close(self) -> None:
+        """Let an update that has begun come to its end, for a while; begin nothing more."""
+        if self._update:
+            await asyncio.wait({self._update}, timeout=_CLOSE_SECONDS)
+        if self._step:
+            await self._step.close()
 
     def _check_fence(self, fence: int) -> None:
         if fence < self._fence:
             raise stale_fence(fence, self._fence)
         self._fence = fence
 
-    def _opened(self, run_id: str) -> _Run:
+    def _opened(self, run_id: str) -> OpenRun:
         if self._run is None or self._run.spec.run_id != run_id:
             raise FailedPreconditionError(
                 "RUN_NOT_OPEN",
@@ -169,62 +136,21 @@ class Session:
 
     async def _open_run(self, spec: RunSpec) -> Weights:
         async with self._lock:
-            settings_hash = spec.settings_hash()
             run = self._run
-            if run and (run.spec.run_id, run.settings_hash) == (spec.run_id, settings_hash):
-                return run.weights
-            if run and run.spec.run_id == spec.run_id and run.weights.weight_version > 0:
-                raise _settings_differ(spec.run_id)
+            if run and run.spec.run_id == spec.run_id:
+                if run.settings_hash == spec.settings_hash():
+                    return run.progress.weights
+                if run.weight_version > 0:
+                    raise settings_differ(spec.run_id)
             await self._close_step()
-            self._run = await self._load(spec, settings_hash)
-            return self._run.weights
-
-    async def _load(self, spec: RunSpec, settings_hash: str) -> _Run:
-        """The newest checkpoint of the run, or else the initial model, loaded and published."""
-        keep = spec.settings.keep_checkpoints
-        checkpoints = CheckpointStore(self._checkpoint_root / spec.run_id, keep)
-        newest = checkpoints.newest()
-        if newest and newest.record.settings_hash != settings_hash:
-            raise _settings_differ(spec.run_id)
-        self._run = self._unacknowledged = None
-        try:
-            await self._leader.everywhere(
-                Open(
-                    spec.model_directory,
-                    spec.settings,
-                    spec.temperature,
-                    newest.path if newest else None,
-                )
-            )
-        except ModelNotFoundError as error:
-            raise NotFoundError("MODEL_NOT_FOUND", str(error)) from error
-        publisher = WeightPublisher(self._weights_root / spec.run_id, spec.model_directory)
-        run = _resumed(spec, settings_hash, checkpoints, publisher, newest)
-        await self._publish(publisher, run.weights.weight_version)
-        await self._reconcile_results(run)
-        _log.info("run %s is open at weight version %d", spec.run_id, run.weights.weight_version)
-        return run
-
-    async def _reconcile_results(self, run: _Run) -> None:
-        """Make the recorded results say what the loaded weights say.
-
-        The checkpoint's result is recorded where the crash came before that. Results of later
-        steps speak of updates that are lost; they are removed, or a restarted coordinator would
-        commit them.
-        """
-        run_id, step = run.spec.run_id, run.weights.weight_version
-        if run.result:
-            recorded = await self._recorded(run_id, step - 1)
-            if recorded is None or recorded.draws != run.result.draws:
-                await self._record(run_id, step - 1, run.result)
-        while await self._remove_result(run_id, step):
-            _log.warning("step %d is to be done again: its update is lost", step)
-            step += 1
+            self._run = None
+            self._run = await OpenRun.load(self._redis, self._leader, spec, self._roots)
+            return self._run.progress.weights
 
     async def _start_step(self, run_id: str, step: int, weight_version: int) -> None:
         async with self._lock:
             run = self._opened(run_id)
-            version = run.weights.weight_version
+            version = run.weight_version
             if step < version or (self._step and self._step.step == step):
                 return
             if step != version or weight_version != version:
@@ -239,7 +165,7 @@ class Session:
 
     async def _abandon_step(self, run_id: str, step: int) -> None:
         async with self._lock:
-            if step < self._opened(run_id).weights.weight_version:
+            if step < self._opened(run_id).weight_version:
                 raise FailedPreconditionError(
                     "STEP_FINISHED", f"the update of step {step} has been applied"
                 )
@@ -272,98 +198,14 @@ class Session:
         async with self._lock:
             run = self._opened(open_step.run_id)
             if self._step is not open_step:  # in between it was updated or abandoned
-                if open_step.step < run.weights.weight_version:
-                    return await self._finished(run, open_step.step)
+                if open_step.step < run.weight_version:
+                    return await run.result_of(open_step.step)
                 raise _step_not_open(open_step.step)
             await open_step.flush([draw.id for draw in draws])
-            self._run = run = await self._apply(run, open_step, draws, run_snapshot_json)
+            await run.update(open_step, draws, run_snapshot_json)
             self._step = None
             await open_step.close()
-            self._unacknowledged = open_step
-            return await self._finished(run, open_step.step)
-
-    async def _apply(
-        self, run: _Run, open_step: OpenStep, draws: tuple[Draw, ...], run_snapshot_json: str
-    ) -> _Run:
-        """Update, save and publish. Returns the run as it is after that."""
-        start = time.monotonic()
-        outcome = await self._leader.update()
-        skipped = run.skipped_updates_in_a_row + 1 if outcome.skipped else 0
-        if outcome.skipped:
-            _refuse_third_skip(open_step, outcome, skipped)
-        version = open_step.step + 1
-        metrics = step_metrics(
-            outcome,
-            run.spec.settings,
-            trained_responses=open_step.packer.trained_responses,
-            accumulate_seconds=open_step.accumulate_seconds,
-            update_seconds=time.monotonic() - start,
-        )
-        result = StepResult(version, run.publisher.uri(version), draws, metrics)
-        record = CheckpointRecord(result, run.settings_hash, run_snapshot_json, skipped)
-        timings = await self._save_and_publish(run, record)
-        return replace(
-            run,
-            weights=Weights(version, result.weights_uri, run_snapshot_json),
-            result=replace(result, metrics={**metrics, **timings}),
-            skipped_updates_in_a_row=skipped,
-        )
-
-    async def _save_and_publish(self, run: _Run, record: CheckpointRecord) -> Mapping[str, float]:
-        """Returns how long it took. The checkpoint comes first: what is published can be loaded."""
-        start = time.monotonic()
-        version = record.weight_version
-        if version % run.spec.settings.checkpoint_interval == 0:
-            partial = await self._leader.in_thread(lambda: run.checkpoints.begin(version))
-            await self._leader.everywhere(SaveTensors(partial))
-            await self._leader.in_thread(lambda: run.checkpoints.commit(partial, record))
-        saved = time.monotonic()
-        await self._publish(run.publisher, version)
-        return {
-            "checkpoint_seconds": saved - start,
-            "publish_seconds": time.monotonic() - saved,
-        }
-
-    async def _publish(self, publisher: WeightPublisher, version: int) -> None:
-        whole = await self._leader.gather_weights()
-        await self._leader.in_thread(
-            lambda: publisher.publish(version, whole.tensors, whole.config)
-        )
-
-    async def _finished(self, run: _Run, step: int) -> StepResult:
-        """The result of a finished step; that of the last one is recorded, its groups acked."""
-        run_id, version = run.spec.run_id, run.weights.weight_version
-        if run.result and step == version - 1:
-            await self._record(run_id, step, run.result)
-            if self._unacknowledged:
-                await through_restarts(self._unacknowledged.acknowledge, "acknowledging groups")
-                self._unacknowledged = None
-            return run.result
-        result = await self._recorded(run_id, step)
-        if result is None:
-            raise FailedPreconditionError(
-                "STEP_NOT_OPEN",
-                f"step {step} was finished long before weight version {version}, and its result"
-                " is no longer kept",
-            )
-        return result
-
-    async def _record(self, run_id: str, step: int, result: StepResult) -> None:
-        stream = SampleStream(self._redis, run_id, step)
-        await through_restarts(
-            lambda: stream.record_result(result), f"recording the result of step {step}"
-        )
-
-    async def _recorded(self, run_id: str, step: int) -> StepResult | None:
-        stream = SampleStream(self._redis, run_id, step)
-        return await through_restarts(stream.result, f"result of step {step}")
-
-    async def _remove_result(self, run_id: str, step: int) -> bool:
-        """Whether there was one."""
-        key = keys.step_result(run_id, step)
-        return bool(
-            await through_restarts(lambda: self._redis.delete(key), f"old result of step {step}")
-        )
+            return await run.result_of(open_step.step)
 
 
 async def _uncancelled(work: Coroutine[Any, Any, Result]) -> Result:
@@ -371,55 +213,10 @@ async def _uncancelled(work: Coroutine[Any, Any, Result]) -> Result:
     return await asyncio.shield(asyncio.create_task(work))
 
 
-def _resumed(
-    spec: RunSpec,
-    settings_hash: str,
-    checkpoints: CheckpointStore,
-    publisher: WeightPublisher,
-    newest: Checkpoint | None,
-) -> _Run:
-    record = newest.record if newest else None
-    version = record.weight_version if record else 0
-    snapshot = record.run_snapshot_json if record else ""
-    return _Run(
-        spec,
-        settings_hash,
-        checkpoints,
-        publisher,
-        weights=Weights(version, publisher.uri(version), snapshot),
-        result=record.result if record else None,
-        skipped_updates_in_a_row=record.skipped_updates_in_a_row if record else 0,
-    )
-
-
 def _step_not_open(step: int) -> FailedPreconditionError:
     return FailedPreconditionError(
         "STEP_NOT_OPEN", f"step {step} is not open; call StartStep first"
     )
-
-
-def _settings_differ(run_id: str) -> FailedPreconditionError:
-    return FailedPreconditionError(
-        "SETTINGS_DIFFER",
-        f"run {run_id} has taken steps with other settings, another model or another temperature;"
-        " go on with those, or start a run with another id",
-    )
-
-
-def _refuse_third_skip(open_step: OpenStep, outcome: UpdateOutcome, skipped: int) -> None:
-    """Raises NON_FINITE_GRADIENTS for the third skip in a row, and fails the step with it."""
-    _log.warning(
-        "step %d: gradient norm %s; the update is skipped", open_step.step, outcome.grad_norm
-    )
-    if skipped < _MAX_SKIPPED_UPDATES:
-        return
-    error = FailedPreconditionError(
-        "NON_FINITE_GRADIENTS",
-        f"step {open_step.step}: the gradient was not finite {skipped} times in a row; lower the"
-        " learning rate or max_grad_norm, or go back to an older checkpoint",
-    )
-    open_step.fail(error)
-    raise error
 
 
 def _check_same_draws(step: int, result: StepResult, named: set[DrawId]) -> None:

@@ -41,7 +41,12 @@ class WeightPublisher:
     def __init__(self, directory: Path, model_directory: Path) -> None:
         """`directory` is the run's own below the weights root; tokenizers come from the model."""
         self._directory = directory
-        self._model_directory = model_directory
+        self._companions = [
+            path
+            for pattern in _COPIED
+            for path in sorted(model_directory.glob(pattern))
+            if path.is_file()
+        ]
 
     def uri(self, weight_version: int) -> str:
         """file:// URI of a version, published or not."""
@@ -53,17 +58,18 @@ class WeightPublisher:
         `tensors` are whole, on the CPU, tied ones once; `config` is the transformers config.
         Repeat: replaces the version.
         """
+        for remainder in self._directory.glob(".*-[0-9]*"):
+            shutil.rmtree(remainder)
         aside = self._directory / f".partial-{weight_version:06d}"
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(aside)
-        self._copy_companions(aside)
+        for path in self._companions:
+            shutil.copyfile(path, aside / path.name)
         _write_manifest(aside, weight_version)
         final = self._path(weight_version)
         if final.exists():
             replaced = self._directory / f".replaced-{weight_version:06d}"
-            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
             aside.rename(final)
             shutil.rmtree(replaced)
@@ -74,12 +80,6 @@ class WeightPublisher:
 
     def _path(self, weight_version: int) -> Path:
         return self._directory / f"{_PREFIX}{weight_version:06d}"
-
-    def _copy_companions(self, aside: Path) -> None:
-        for pattern in _COPIED:
-            for path in sorted(self._model_directory.glob(pattern)):
-                if path.is_file():
-                    shutil.copyfile(path, aside / path.name)
 
     def _prune(self, newest: Path) -> None:
         """Versions above the newest belong to a past that was rewound."""
