@@ -41,6 +41,9 @@ class Model(enum.StrEnum):
 def demo(
     overrides: Overrides = None,
     model: Annotated[Model, typer.Option(help="The tiny model, or SmolLM2-135M.")] = Model.GCD,
+    config: Annotated[
+        Path | None, typer.Option(help="Another run file, instead of that of the model.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of data order and responses.")] = None,
     only: Annotated[
         str, typer.Option(metavar="RUN", help=f"{DEMO} or {SYNCHRONOUS}; default: both.")
@@ -52,7 +55,8 @@ def demo(
     """Train a small model on this machine, in mode exact and then synchronous; compare the two."""
     with told_in_one_line():
         wanted = wanted_runs(only)
-        settings = demo_settings(model, [*(overrides or ()), *_seed_override(seed)])
+        seeded = [] if seed is None else [f"seed={seed}"]
+        settings = demo_settings(config or run_file(model), [*(overrides or ()), *seeded])
         state = DemoState(
             directory, {run_id: it.model_dump(mode="json") for run_id, it in settings.items()}
         )
@@ -84,13 +88,19 @@ def wanted_runs(only: str) -> list[str]:
     return [only] if only else [DEMO, SYNCHRONOUS]
 
 
-def demo_settings(model: Model, overrides: list[str]) -> dict[str, RunSettings]:
-    """Settings of both runs, by run id. Raises SettingsError, CommandError."""
-    config = Path(__file__).parents[2] / "demo" / model.value / "run.yaml"
-    if not config.is_file():
+def run_file(model: Model) -> Path:
+    """The run file that the repository has for a model. Raises CommandError."""
+    path = Path(__file__).parents[2] / "demo" / model.value / "run.yaml"
+    if not path.is_file():
         raise CommandError(
-            f"{config} is missing; the demo needs a checkout of the repository", WRONG_INPUT
+            f"{path} is missing; the demo needs a checkout of the repository, or --config",
+            WRONG_INPUT,
         )
+    return path
+
+
+def demo_settings(config: Path, overrides: Sequence[str]) -> dict[str, RunSettings]:
+    """Settings of both runs, by run id. Raises SettingsError."""
     settings = load_run_settings(config, overrides)
     return {DEMO: settings, SYNCHRONOUS: as_synchronous(settings)}
 
@@ -140,7 +150,3 @@ def show_results(directories: Sequence[Path]) -> None:
 
 def stack_logs(state: DemoState) -> Path:
     return state.stack_directory / "logs"
-
-
-def _seed_override(seed: int | None) -> list[str]:
-    return [] if seed is None else [f"seed={seed}"]

@@ -33,19 +33,24 @@ async def follow(coordinator: Coordinator, run_id: str) -> RunView:
                 view.apply(event)
                 live.update(_picture(view))
     else:
+        shown = ""
         async for event in events:
             view.apply(event)
-            _print_line(event)
+            line = _line(event)
+            if line and line != shown:  # the state of a run may be told more than once
+                print(line, flush=True)
+                shown = line
     return view
 
 
-def _print_line(event: pb.WatchRunResponse) -> None:
+def _line(event: pb.WatchRunResponse) -> str:
     """Rounds in progress are left out: a log wants what is settled."""
     kind = event.WhichOneof("event")
     if kind == "step_finished":
-        print(run_view.step_line(event.step_finished), flush=True)
-    elif kind == "run_changed":
-        print(run_view.run_line(event.run_changed), flush=True)
+        return run_view.step_line(event.step_finished)
+    if kind == "run_changed":
+        return run_view.run_line(event.run_changed)
+    return ""
 
 
 def _picture(view: RunView) -> RenderableType:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import fake_coordinator
 import grpc
 import pytest
 from typer.testing import CliRunner
 
 from rollpacker.cli.main import app
 from rollpacker.local_stack.ports import free_port
+from tests import fake_coordinator
 
 CONFIG = "model: /m\ndata: {path: /d}\n"
 

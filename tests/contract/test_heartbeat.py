@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from fake_coordinator import LEASE_SECONDS, server
 
 from rollpacker.local_stack.ports import free_port
 from rollpacker.rpc import client, errors
@@ -17,6 +16,7 @@ from rollpacker.settings import WorkerSettings
 from rollpacker.types import EngineStats
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.fake_coordinator import LEASE_SECONDS, server
 
 
 @pytest.fixture

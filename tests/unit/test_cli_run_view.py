@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fake_coordinator import step
-
 from rollpacker.cli import run_view
 from rollpacker.cli.console import printable
 from rollpacker.cli.run_view import RunView
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
+from tests.fake_coordinator import step
 
 
 def test_a_step_is_shown_with_the_metrics_that_it_has() -> None:
