@@ -30,6 +30,9 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # gRPC cancels calls at random from 1,000 on that were not taken up yet; a burst is no attack.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
 )
 _log = logging.getLogger(__name__)
 

@@ -56,6 +56,7 @@ class RewardServiceServicer:
         Repeat: scores again, with the same result.
         RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
         UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
+        INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
         INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -38,6 +38,7 @@ class RewardServiceStub:
     Repeat: scores again, with the same result.
     RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
     UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
+    INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
     INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
     """
     GetReward: _grpc.UnaryUnaryMultiCallable[_reward_service_pb2.GetRewardRequest, _reward_service_pb2.GetRewardResponse]
@@ -53,6 +54,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     Repeat: scores again, with the same result.
     RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
     UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
+    INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
     INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
     """
     GetReward: _aio.UnaryUnaryMultiCallable[_reward_service_pb2.GetRewardRequest, _reward_service_pb2.GetRewardResponse]  # type: ignore[assignment]
@@ -71,6 +73,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: scores again, with the same result.
         RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
         UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
+        INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
         INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
         """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from services.reward.worker_process import WorkerLostError
 
 _FIELDS = ("id", "ground_truth", "response")
 _IGNORED = ("reward", "verdict", "why")
+_log = logging.getLogger(__name__)
 _WINDOW = 512  # responses in work at the same time
 
 
@@ -69,7 +71,8 @@ async def _grade_rows(pool: WorkerPool, rows: list[tuple[str, GradingTask]]) -> 
 async def _grade_row(pool: WorkerPool, name: str, task: GradingTask) -> GradedLine:
     try:
         score = (await grading.grade(pool, task)).score
-    except (GraderFailedError, WorkerLostError):
+    except (GraderFailedError, WorkerLostError) as error:
+        _log.warning("%s: no reward: %s", name, error)
         return GradedLine(name, None, None)
     return GradedLine(name, score.reward, score.verdict)
 

@@ -27,7 +27,6 @@ from services.reward.graders.answers import (
     Words,
     readings,
 )
-from services.reward.graders.normal_form import to_latex
 from services.reward.graders.numbers import Number, same_number
 
 _NAME = re.compile(r"\\?[A-Za-z' ]+(?:_\{?\w+\}?)?(?:\([a-z]\))?")
@@ -40,7 +39,7 @@ class NeedsAlgebraError(Exception):
 
 
 class Algebra(Protocol):
-    """Decides about expressions, given as LaTeX; may take long."""
+    """Decides about expressions, given as normalised text; may take long."""
 
     def same_value(self, reference: str, answer: str, tolerance: Fraction, /) -> bool: ...
 
@@ -81,9 +80,7 @@ class Comparison:
             case (Matrix(), Matrix()):
                 return self._same_matrix(reference, answer)
             case (Relation(), Relation()):
-                return reference == answer or self.algebra.same_relation(
-                    _as_latex(reference), _as_latex(answer)
-                )
+                return reference == answer or self.algebra.same_relation(reference, answer)
             case (Relation("=", left, right), _) if _names_a_value(left):
                 return self.same_parts(right, answer)
             case (_, Relation("=", left, right)) if _names_a_value(left):
@@ -105,7 +102,7 @@ class Comparison:
     def _same_value(self, reference: Number | Expression, answer: Number | Expression) -> bool:
         if _squeezed(reference) == _squeezed(answer) != "":
             return True
-        return self.algebra.same_value(_latex(reference), _latex(answer), self.tolerance)
+        return self.algebra.same_value(_text(reference), _text(answer), self.tolerance)
 
     def _same_collection(self, reference: Collection, answer: Collection) -> bool:
         openings = {reference.opening, answer.opening}
@@ -155,12 +152,8 @@ def _has_dots(collection: Collection) -> bool:
     return any(isinstance(item, Expression) and "dots" in item.text for item in collection.items)
 
 
-def _latex(answer: Number | Expression) -> str:
-    return answer.latex if isinstance(answer, Number) else to_latex(answer.text)
-
-
-def _as_latex(relation: Relation) -> Relation:
-    return Relation(relation.operator, to_latex(relation.left), to_latex(relation.right))
+def _text(answer: Number | Expression) -> str:
+    return answer.latex if isinstance(answer, Number) else answer.text
 
 
 def _squeezed(answer: Answer) -> str:

@@ -52,9 +52,11 @@ class MathGrader:
         self._algebra: Algebra | None = None
 
     def load(self) -> None:
-        from services.reward.graders.algebra import MathVerifyAlgebra
+        from services.reward.graders.algebra import SympyAlgebra
 
-        self._algebra = MathVerifyAlgebra()
+        algebra = SympyAlgebra()
+        algebra.load()
+        self._algebra = algebra
 
     def check_reference(self, reference_json: str) -> None:
         parse_reference(reference_json)

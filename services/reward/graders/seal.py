@@ -14,12 +14,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 _REFUSED_PREFIXES = ("subprocess.", "socket.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn")
 _REFUSED_EVENTS = frozenset(
     {"os.system", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.kill", "pty.spawn"}
 )
+_WRITES_ITS_OWN = "sympy.polys.monomials"  # compiles functions that it wrote itself
+_IMPORTING = "<frozen importlib._bootstrap>"
 _TEXT_FILE = "<string>"  # the file name that eval, exec and compile of text go by
 _WRITING = frozenset("wax+")
 
@@ -55,10 +58,22 @@ class Seal:
 
 def _is_refused(event: str, arguments: tuple[Any, ...]) -> bool:
     if event == "compile":
-        return bool(arguments[1] == _TEXT_FILE)
+        return bool(arguments[1] == _TEXT_FILE) and not _is_own_text()
     if event == "open":
         return not _WRITING.isdisjoint(arguments[1] or "r")
     return event in _REFUSED_EVENTS or event.startswith(_REFUSED_PREFIXES)
+
+
+def _is_own_text() -> bool:
+    """Whether a library compiles text of its own: while it is imported, or as known above."""
+    frame: FrameType | None = sys._getframe(3)  # below this function, _is_refused and _audit
+    if frame and frame.f_globals.get("__name__") == _WRITES_ITS_OWN:
+        return True
+    while frame:
+        if frame.f_code.co_filename == _IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name(event: str) -> str:
