@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -230,12 +230,17 @@ class RunStore:
         return found[0][0].decode() if found else "0-0"
 
     async def oldest_kept_revision(self) -> str:
-        """Events up to this revision are gone; "0-0" when none is."""
+        """Watching after this revision gives every event that is kept; "0-0" if none is gone."""
         try:
             info: Any = await self._redis.xinfo_stream(keys.events(self.run_id))
         except ResponseError:  # no event yet, so no stream
             return "0-0"
-        return cast(bytes, info.get("max-deleted-entry-id", b"0-0")).decode()
+        if info["entries-added"] == info["length"]:
+            return "0-0"
+        milliseconds, _, sequence = info["first-entry"][0].decode().partition("-")
+        if int(sequence):
+            return f"{milliseconds}-{int(sequence) - 1}"
+        return f"{int(milliseconds) - 1}-{2**64 - 1}"
 
     async def read_events(self, after: str, block_seconds: float) -> list[StoredEvent]:
         """Events after a revision; waits up to `block_seconds` for the first."""

@@ -98,7 +98,8 @@ class RoundResult:
     """A finished round."""
 
     finish: FinishRound
-    groups: list[PromptGroup] = field(default_factory=list)  # emitted by this coordinator
+    groups: list[PromptGroup] = field(default_factory=list)  # in the order of the stream
+    apply_seconds: float = 0.0  # until the first replica served the weights
 
 
 class CommandRunner:

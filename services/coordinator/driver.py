@@ -12,6 +12,7 @@ order, so the same draws are trained with the same seeds in the same steps.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -106,7 +107,7 @@ class RunDriver:
         )
         if not ended_early or self.stop_mode == "drain":
             await self._validate(state)
-        self._context.outputs.finish()
+        await asyncio.to_thread(self._context.outputs.finish)
         return "stopped" if ended_early else "succeeded"
 
     async def abandon(self, step: int) -> None:
@@ -274,7 +275,10 @@ class RunDriver:
             stream.append,
             on_progress,
         )
-        return await runner.run(restored)
+        started = time.monotonic()
+        result = await runner.run(restored)
+        ready = replicas.first_ready_at or started
+        return dataclasses.replace(result, apply_seconds=max(0.0, ready - started))
 
     def _outcome(
         self,
@@ -304,7 +308,10 @@ class RunDriver:
             end_time=0.0,
             weight_version=after.weight_version,
             draws=draws,
-            metrics=round_metrics(planned, groups, finish, after),
+            metrics={
+                **round_metrics(planned, groups, finish, after),
+                "timing_s/apply_weights": result.apply_seconds,
+            },
         )
         return StepOutcome(draws, after, record)
 
@@ -353,7 +360,7 @@ class RunDriver:
         record = await self._store.record(step)
         if record is not None and groups:
             ordered = [groups[draw.id] for draw in record.draws]
-            self._context.outputs.write_step(record, ordered)
+            await asyncio.to_thread(self._context.outputs.write_step, record, ordered)
         await self._store.forget_step(step)
 
     # --- held-out evaluation ------------------------------------------------------------------

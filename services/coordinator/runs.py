@@ -244,8 +244,15 @@ class Runs:
         except StaleFenceError:
             _log.error("run %s is driven by another coordinator now", run_id)
         except (ServiceError, RoundFailedError, RedisError, OSError, ValueError) as error:
+            if isinstance(error, ServiceError) and error.reason == "STALE_FENCE":
+                _log.error("run %s is driven by another coordinator now: %s", run_id, error)
+                return
             _log.exception("run %s has failed", run_id)
             await self._set_failed(run_id, str(error))
+        except Exception as error:
+            _log.exception("run %s has failed", run_id)
+            await self._set_failed(run_id, f"a bug, see the coordinator's log: {error!r}")
+            raise
         finally:
             self._active, self._driver, self._task, self.progress = "", None, None, None
 

@@ -22,7 +22,7 @@ def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRou
         generated_tokens=totals.generated_tokens + finish.generated_tokens,
         deferrals=totals.deferrals + len(finish.deferred),
         trained_groups=totals.trained_groups + len(groups),
-        trained_lengths=meter.trained_lengths,
+        trained_lengths=dict(meter.trained_lengths),
     )
 
 

@@ -1,0 +1,226 @@
+"""Fakes of the three worker services, for tests of the coordinator: real gRPC, no model.
+
+They keep the contracts that the coordinator relies on. Lengths and rewards are pure functions of
+seed and weight version, as with a real engine; the trainer's "disk" survives `restart`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from rollpacker import wire
+from rollpacker.rpc.errors import FailedPreconditionError, UnavailableError, stale_fence
+from rollpacker.rpc.server import RpcServer
+from rollpacker.store.sample_stream import SampleStream
+from rollpacker.types import (
+    ASSISTANT,
+    FinishReason,
+    Response,
+    ResponseTiming,
+    Segment,
+    StepResult,
+    response_id,
+)
+from rollpacker.v1 import (
+    reward_service_pb2,
+    reward_service_pb2_grpc,
+    rollout_service_pb2,
+    rollout_service_pb2_grpc,
+    trainer_service_pb2,
+    trainer_service_pb2_grpc,
+    types_pb2,
+)
+
+MAX_TOKENS = 40
+
+
+def fake_length(seed: int, weight_version: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{weight_version}".encode(), digest_size=4).digest()
+    value = int.from_bytes(digest, "little") % 100
+    return MAX_TOKENS if value < 5 else 1 + value % 17
+
+
+class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.spec = wire.engine_spec_from_proto(rollout_service_pb2.EngineSpec(weight_version=-1))
+        self.fence = 0
+        self.fail_next = 0  # streams that break in the middle
+        self.running = 0
+
+    def _check_fence(self, fence: int) -> None:
+        if fence < self.fence:
+            raise stale_fence(fence, self.fence)
+        self.fence = fence
+
+    async def ApplyEngineSpec(self, request: Any, context: Any) -> Any:
+        self._check_fence(request.fence)
+        self.spec = wire.engine_spec_from_proto(request.spec)
+        return rollout_service_pb2.ApplyEngineSpecResponse(spec=request.spec)
+
+    async def GetEngine(self, request: Any, context: Any) -> Any:
+        stats = rollout_service_pb2.EngineStats(slot_count=6)
+        return rollout_service_pb2.GetEngineResponse(
+            spec=wire.engine_spec_to_proto(self.spec),
+            stats=stats,
+            engine_kind="fake",
+            replays_by_seed=True,
+        )
+
+    async def GenerateGroup(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self._check_fence(request.fence)
+        if request.weight_version != self.spec.weight_version:
+            raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", "other weights")
+        draw = wire.draw_from_proto(request.draw)
+        lengths = {i: fake_length(draw.seeds[i], request.weight_version) for i in request.indices}
+        self.running += 1
+        try:
+            for token in range(1, MAX_TOKENS + 1):
+                await asyncio.sleep(0)
+                if self.fail_next and token == 3:
+                    self.fail_next -= 1
+                    raise UnavailableError("TEST", "the stream breaks")
+                progress = rollout_service_pb2.GroupProgress(
+                    longest_response_tokens=min(token, max(lengths.values())),
+                    total_response_tokens=sum(min(token, n) for n in lengths.values()),
+                )
+                yield rollout_service_pb2.GenerateGroupResponse(progress=progress)
+                for index in [i for i, n in lengths.items() if n == token]:
+                    yield self._finished(request, draw, index, token)
+                if token == max(lengths.values()):
+                    return
+        finally:
+            self.running -= 1
+
+    def _finished(self, request: Any, draw: Any, index: int, length: int) -> Any:
+        response = Response(
+            response_id=response_id(request.run_id, draw.id, index),
+            index=index,
+            token_ids=tuple((draw.seeds[index] + i) % 16 for i in range(length)),
+            logprobs=(-1.0,) * length,
+            finish_reason=FinishReason.STOP,
+            weight_version=request.weight_version,
+            seed=draw.seeds[index],
+            segments=(Segment(ASSISTANT, length, trainable=True),),
+        )
+        timing = ResponseTiming(1.0, 2.0, index, self.replica_id)
+        finished = rollout_service_pb2.FinishedResponse(
+            response=wire.response_to_proto(response), timing=wire.timing_to_proto(timing)
+        )
+        return rollout_service_pb2.GenerateGroupResponse(finished=finished)
+
+
+class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
+    def __init__(self) -> None:
+        self.unavailable = 0  # calls that fail so
+
+    async def ScoreResponse(self, request: Any, context: Any) -> Any:
+        if self.unavailable:
+            self.unavailable -= 1
+            raise UnavailableError("WORKER_LOST", "try again")
+        correct = len(request.response_text) % 2 == 0
+        return reward_service_pb2.ScoreResponseResponse(
+            reward=float(correct),
+            verdict=types_pb2.VERDICT_CORRECT if correct else types_pb2.VERDICT_INCORRECT,
+        )
+
+
+@dataclass
+class TrainerDisk:
+    """What a trainer keeps over a restart."""
+
+    results: dict[int, StepResult] = field(default_factory=dict)
+    snapshots: dict[int, str] = field(default_factory=dict)  # by weight version
+
+
+class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, redis: Redis, disk: TrainerDisk) -> None:
+        self._redis = redis
+        self.disk = disk
+        self.version: int | None = None
+        self.open_step: int | None = None
+        self.crash_after_update = 0
+
+    def restart(self) -> None:
+        self.version, self.open_step = None, None
+
+    async def OpenRun(self, request: Any, context: Any) -> Any:
+        self.version = max(self.disk.snapshots, default=0)
+        return trainer_service_pb2.OpenRunResponse(
+            weight_version=self.version,
+            weights_uri=f"file:///fake/{self.version}",
+            run_snapshot_json=self.disk.snapshots.get(self.version, ""),
+        )
+
+    async def StartStep(self, request: Any, context: Any) -> Any:
+        if self.version is None:
+            raise FailedPreconditionError("RUN_NOT_OPEN", "OpenRun comes first")
+        if self.version not in (request.step, request.step + 1):
+            raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", f"at {self.version}")
+        self.open_step = request.step
+        return trainer_service_pb2.StartStepResponse()
+
+    async def FinishStep(self, request: Any, context: Any) -> Any:
+        draws = tuple(wire.draw_from_proto(draw) for draw in request.draws)
+        if self.version is None:
+            raise FailedPreconditionError("RUN_NOT_OPEN", "OpenRun comes first")
+        if (result := self.disk.results.get(request.step)) is not None:
+            if result.draws != draws:
+                raise FailedPreconditionError("STEP_DRAWS_DIFFER", "other draws")
+            return wire.step_result_to_proto(result)
+        if self.open_step != request.step:
+            raise FailedPreconditionError("STEP_NOT_OPEN", "StartStep comes first")
+        stream = SampleStream(self._redis, request.run_id, request.step)
+        groups = await stream.read_all()
+        if [group.draw.id for group in groups] != [draw.id for draw in draws]:
+            raise FailedPreconditionError("STEP_DRAWS_DIFFER", f"the stream has {groups}")
+        tokens = sum(len(s.response.token_ids) for g in groups for s in g.responses)
+        result = StepResult(
+            request.step + 1,
+            f"file:///fake/{request.step + 1}",
+            draws,
+            {"loss": 0.5, "trained_tokens": float(tokens)},
+        )
+        self.disk.results[request.step] = result
+        self.disk.snapshots[request.step + 1] = request.run_snapshot_json
+        self.version, self.open_step = request.step + 1, None
+        if self.crash_after_update:
+            self.crash_after_update -= 1
+            self.restart()
+            raise UnavailableError("TEST", "killed after the update")
+        await stream.record_result(result)
+        return wire.step_result_to_proto(result)
+
+    async def AbandonStep(self, request: Any, context: Any) -> Any:
+        self.open_step = None
+        return trainer_service_pb2.AbandonStepResponse()
+
+
+def rollout_server(servicer: FakeRollout) -> RpcServer:
+    return RpcServer(
+        "127.0.0.1:0",
+        ["rollpacker.v1.RolloutService"],
+        lambda s: rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, s),
+    )
+
+
+def reward_server(servicer: FakeReward) -> RpcServer:
+    return RpcServer(
+        "127.0.0.1:0",
+        ["rollpacker.v1.RewardService"],
+        lambda s: reward_service_pb2_grpc.add_RewardServiceServicer_to_server(servicer, s),
+    )
+
+
+def trainer_server(servicer: FakeTrainer) -> RpcServer:
+    return RpcServer(
+        "127.0.0.1:0",
+        ["rollpacker.v1.TrainerService"],
+        lambda s: trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, s),
+    )

@@ -1,0 +1,543 @@
+"""The coordinator over real gRPC and a real Redis server, with fake workers (fake_workers.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import Struct
+from redis.asyncio import Redis
+
+from rollpacker.rpc.client import call, open_channel, stream
+from rollpacker.rpc.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+)
+from rollpacker.rpc.server import RpcServer
+from rollpacker.store import keys
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
+from services.coordinator.runs import Runs
+from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
+from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.workers import WorkerRegistry
+from tests.contract import fake_workers as fakes
+from tests.tiny_run import run_settings, write_data, write_tokenizer
+
+ENDED = (pb.Run.STATE_SUCCEEDED, pb.Run.STATE_FAILED, pb.Run.STATE_STOPPED)
+
+
+@dataclass
+class Cluster:
+    """Fake workers that outlive the coordinators of a test."""
+
+    redis: Redis
+    directory: Path
+    rollouts: list[fakes.FakeRollout]
+    reward: fakes.FakeReward
+    trainer: fakes.FakeTrainer
+    addresses: dict[str, tuple[str, pb.WorkerKind.ValueType]]
+
+
+@dataclass
+class Coordinator:
+    stub: Any
+    runs: Runs
+    workers: WorkerRegistry
+    lost: asyncio.Task[None]
+
+    async def start(self, values: dict[str, Any], run_id: str = "r", **more: Any) -> pb.Run:
+        struct = Struct()
+        struct.update(values)
+        request = pb.StartRunRequest(run_id=run_id, settings=struct, **more)
+        return (await call(lambda: self.stub.StartRun(request, timeout=30))).run
+
+    async def get(self, run_id: str = "r") -> pb.Run:
+        return (await call(lambda: self.stub.GetRun(pb.GetRunRequest(run_id=run_id)))).run
+
+    async def stop(self, mode: pb.StopMode.ValueType, run_id: str = "r") -> pb.Run:
+        request = pb.StopRunRequest(run_id=run_id, mode=mode)
+        return (await call(lambda: self.stub.StopRun(request, timeout=30))).run
+
+    async def until_ended(self, run_id: str = "r", *, succeeded: bool = True) -> pb.Run:
+        async with asyncio.timeout(60):
+            while (run := await self.get(run_id)).state not in ENDED:
+                await asyncio.sleep(0.01)
+        if succeeded:
+            assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
+        return run
+
+    async def steps(self, run_id: str = "r") -> list[pb.Step]:
+        request = pb.ListStepsRequest(run_id=run_id)
+        return list(reversed((await call(lambda: self.stub.ListSteps(request))).steps))
+
+    async def schedule(self, run_id: str = "r") -> list[tuple[str, list[tuple[str, tuple]]]]:
+        """What is trained where: per step its kind and the ordered (draw, seeds)."""
+        return [
+            (
+                f"{step.round_kind}/{step.level}",
+                [(f"{d.epoch}:{d.prompt_id}", tuple(d.seeds)) for d in step.draws],
+            )
+            for step in await self.steps(run_id)
+        ]
+
+
+@pytest.fixture
+async def cluster(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Cluster]:
+    write_tokenizer(tmp_path / "model")
+    rollouts = [fakes.FakeRollout("rollout-0"), fakes.FakeRollout("rollout-1")]
+    reward, trainer = fakes.FakeReward(), fakes.FakeTrainer(redis_client, fakes.TrainerDisk())
+    servers = {
+        "rollout-0": (fakes.rollout_server(rollouts[0]), pb.WORKER_KIND_ROLLOUT),
+        "rollout-1": (fakes.rollout_server(rollouts[1]), pb.WORKER_KIND_ROLLOUT),
+        "reward-0": (fakes.reward_server(reward), pb.WORKER_KIND_REWARD),
+        "trainer-0": (fakes.trainer_server(trainer), pb.WORKER_KIND_TRAINER),
+    }
+    for server, _ in servers.values():
+        await server.start()
+    addresses = {name: (server.address, kind) for name, (server, kind) in servers.items()}
+    yield Cluster(redis_client, tmp_path, rollouts, reward, trainer, addresses)
+    await asyncio.gather(*(server.stop() for server, _ in servers.values()))
+
+
+@asynccontextmanager
+async def coordinator(
+    cluster: Cluster, coordinator_id: str = "c", *, register: bool = True
+) -> AsyncIterator[Coordinator]:
+    """A coordinator; leaving the block is its crash (nothing is stopped cleanly)."""
+    settings = CoordinatorSettings(
+        redis_url="unused",
+        run_directory=cluster.directory / "runs",
+        coordinator_id=coordinator_id,
+        coordinator_lease_seconds=0.6,
+        worker_lease_seconds=600,
+        worker_wait_seconds=5,
+    )
+    workers = WorkerRegistry(settings.worker_lease_seconds, settings.worker_wait_seconds)
+    runs = Runs(cluster.redis, settings, workers)
+    server = RpcServer(
+        "127.0.0.1:0",
+        [SERVICE_NAME],
+        lambda s: pb_grpc.add_CoordinatorServiceServicer_to_server(
+            CoordinatorServicer(runs, workers), s
+        ),
+    )
+    await server.start()
+    channel = open_channel(server.address)
+    stub = pb_grpc.CoordinatorServiceStub(channel)
+    task = asyncio.create_task(runs.run())
+    if register:
+        for name, (address, kind) in cluster.addresses.items():
+            request = pb.HeartbeatRequest(worker_id=name, address=address, kind=kind)
+            await stub.Heartbeat(request)
+    while runs._fence is None and coordinator_id == "c":
+        await asyncio.sleep(0)
+    try:
+        yield Coordinator(stub, runs, workers, task)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await channel.close()
+        await server.stop()
+        await workers.close()
+
+
+def trained(schedule: list[tuple[str, list[tuple[str, tuple]]]]) -> Counter[str]:
+    return Counter(draw for _, draws in schedule for draw, _ in draws)
+
+
+async def undisturbed(cluster: Cluster, values: dict[str, Any]) -> list[Any]:
+    """The schedule of the same run without faults; the trainer starts from nothing after it."""
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id="undisturbed")
+        await c.until_ended("undisturbed")
+        schedule = await c.schedule("undisturbed")
+    cluster.trainer.disk = fakes.TrainerDisk()
+    cluster.trainer.restart()
+    return schedule
+
+
+async def test_a_run_trains_every_prompt_once_and_writes_its_outputs(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        started = await c.start(values)
+        assert started.state == pb.Run.STATE_RUNNING
+        assert started.planned_steps == 6
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    assert (run.step, run.weight_version, run.deferred_draw_count) == (6, 6, 0)
+    assert trained(schedule) == Counter(f"0:{i}" for i in range(1, 25))
+    kinds = {kind for kind, _ in schedule}
+    assert "1/0" in kinds, "no short round: the ladder is not in use"
+    directory = Path(run.run_directory)
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(6))
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["trained_groups"], summary["undrained"]) == (24, 0)
+    assert (directory / "report.html").exists()
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "overlap", "paper", "exact"])
+async def test_every_mode_trains_every_prompt_exactly_once(cluster: Cluster, mode: str) -> None:
+    tail = {"mode": mode, "prompts_per_step": 4, "responses_per_prompt": 2}
+    values = run_settings(cluster.directory, tail_batching=tail)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        await c.until_ended()
+        schedule = await c.schedule()
+    assert trained(schedule) == Counter(f"0:{i}" for i in range(1, 25))
+
+
+async def test_exact_and_synchronous_draw_the_same_seeds(cluster: Cluster) -> None:
+    exact = await undisturbed(cluster, run_settings(cluster.directory))
+    tail = {"mode": "synchronous"}
+    synchronous = await undisturbed_as(
+        cluster, "s", run_settings(cluster.directory, tail_batching=tail)
+    )
+    flat = [sorted(pair for _, draws in s for pair in draws) for s in (exact, synchronous)]
+    assert flat[0] == flat[1]
+
+
+async def undisturbed_as(cluster: Cluster, run_id: str, values: dict[str, Any]) -> list[Any]:
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id=run_id)
+        await c.until_ended(run_id)
+        return await c.schedule(run_id)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_crash_at_any_point_changes_no_draw_seed_or_step(
+    cluster: Cluster, seed: int
+) -> None:
+    values = run_settings(cluster.directory, prompts=80)
+    expected = await undisturbed(cluster, values)
+    rng = random.Random(seed)
+    crashes = 0
+    while True:
+        async with coordinator(cluster) as c:
+            run = await c.start(values)
+            if run.state == pb.Run.STATE_SUCCEEDED or crashes == 25:
+                await c.until_ended()
+                assert await c.schedule() == expected
+                run = await c.get()
+                break
+            await asyncio.sleep(rng.uniform(0.0, 0.08))
+        crashes += 1
+        if rng.random() < 0.4:
+            cluster.trainer.restart()
+        cluster.trainer.crash_after_update = int(rng.random() < 0.5)
+        cluster.rollouts[rng.randrange(2)].fail_next = rng.randrange(3)
+    assert crashes > 0
+    lines = (Path(run.run_directory) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(20))
+
+
+async def test_a_crash_between_finish_step_and_commit_commits_the_same_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollpacker.store.run_store import RunStore
+
+    values = run_settings(cluster.directory)
+    expected = await undisturbed(cluster, values)
+    commit, blocked = RunStore.commit, asyncio.Event()
+
+    async def crash_at_step_2(self: RunStore, fence: int, state: Any, record: Any) -> None:
+        if record.step == 2:
+            blocked.set()
+            await asyncio.Event().wait()
+        await commit(self, fence, state, record)
+
+    monkeypatch.setattr(RunStore, "commit", crash_at_step_2)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        async with asyncio.timeout(30):
+            await blocked.wait()
+    monkeypatch.setattr(RunStore, "commit", commit)
+    assert 2 in cluster.trainer.disk.results
+    async with coordinator(cluster) as c:
+        await c.until_ended()
+        assert await c.schedule() == expected
+
+
+async def test_a_lost_optimizer_rewinds_the_run_to_the_checkpoint_and_supersedes(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=40)
+    expected = await undisturbed(cluster, values)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).step < 5:
+            await asyncio.sleep(0.005)
+    disk = cluster.trainer.disk
+    for version in [v for v in disk.snapshots if v > 2]:
+        del disk.snapshots[version]
+        del disk.results[version - 1]
+    async with coordinator(cluster) as c:
+        await c.until_ended()
+        assert await c.schedule() == expected
+    assert await cluster.redis.llen(keys.superseded_steps("r")) >= 3
+
+
+async def test_a_broken_stream_or_reward_costs_time_only(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    expected = await undisturbed(cluster, values)
+    cluster.rollouts[0].fail_next = 3
+    cluster.reward.unavailable = 5
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        await c.until_ended()
+        assert await c.schedule() == expected
+        steps = await c.steps()
+    assert all(step.metrics["reward/none_count"] == 0 for step in steps)
+    assert [rollout.running for rollout in cluster.rollouts] == [0, 0]
+
+
+async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=40)
+    expected = await undisturbed(cluster, values)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).step < 2:
+            await asyncio.sleep(0.005)
+        await c.stop(pb.STOP_MODE_AFTER_STEP)
+        run = await c.until_ended(succeeded=False)
+        assert run.state == pb.Run.STATE_STOPPED
+        await c.start(values)
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        assert (await c.get()).state == pb.Run.STATE_STOPPED
+        await c.start(values)
+        await c.until_ended()
+        assert await c.schedule() == expected
+
+
+async def test_stopping_with_drain_trains_the_queue_and_draws_nothing_new(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=400)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).deferred_draw_count == 0:
+            await asyncio.sleep(0.002)
+        await c.stop(pb.STOP_MODE_DRAIN)
+        run = await c.until_ended(succeeded=False)
+        schedule = await c.schedule()
+    assert (run.state, run.deferred_draw_count) == (pb.Run.STATE_STOPPED, 0)
+    assert len(trained(schedule)) < 400
+    assert max(trained(schedule).values()) == 1
+
+
+async def test_max_steps_ends_with_an_empty_queue(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=400, max_steps=7)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    assert (run.step, run.deferred_draw_count, run.planned_steps) == (7, 0, 7)
+    assert len(trained(schedule)) == 28
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_a_data_set_smaller_than_a_step_finishes(cluster: Cluster, prompts: int) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory, prompts=prompts))
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    assert run.step == 1
+    assert len(trained(schedule)) == prompts
+
+
+async def test_a_prompt_may_be_drawn_again_while_it_is_queued_from_the_epoch_before(
+    cluster: Cluster,
+) -> None:
+    path = cluster.directory / "train.jsonl"
+    values = run_settings(cluster.directory, prompts=6, data={"path": str(path), "epochs": 5})
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        await c.until_ended()
+        schedule = await c.schedule()
+    assert trained(schedule) == Counter(f"{e}:{i}" for e in range(5) for i in range(1, 7))
+
+
+async def test_duplicate_texts_are_two_draws(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    write_data(cluster.directory / "train.jsonl", 24, text="1+1=")
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        await c.until_ended()
+        schedule = await c.schedule()
+    assert trained(schedule) == Counter(f"0:{i}" for i in range(1, 25))
+
+
+async def test_starting_again_returns_the_run_and_other_settings_are_refused(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        assert (await c.start(values)).run_id == "r"
+        with pytest.raises(AlreadyExistsError, match=r"seed") as caught:
+            await c.start({**values, "seed": 8})
+        assert caught.value.reason == "SETTINGS_DIFFER"
+        with pytest.raises(FailedPreconditionError) as active:
+            await c.start(values, run_id="other")
+        assert active.value.reason == "RUN_ACTIVE"
+        await c.until_ended()
+        assert (await c.start(values)).state == pb.Run.STATE_SUCCEEDED
+
+
+async def test_wrong_settings_name_field_value_and_fix(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await c.start({**values, "trainer": {"learning_rte": 1, "clip_low": -1}})
+        fields = dict(caught.value.violations)
+        assert "did you mean `learning_rate`" in fields["settings.trainer.learning_rte"]
+        assert "got -1" in fields["settings.trainer.clip_low"]
+        with pytest.raises(InvalidArgumentError, match="nowhere"):
+            await c.start({**values, "data": {"path": "/nowhere.jsonl"}})
+        with pytest.raises(InvalidArgumentError, match="run_id"):
+            await c.start(values, run_id="No Spaces!")
+        with pytest.raises(NotFoundError):
+            await c.get()
+
+
+async def test_validate_only_starts_nothing(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        run = await c.start(run_settings(cluster.directory), validate_only=True)
+        assert run.planned_steps == 6
+        with pytest.raises(NotFoundError):
+            await c.get()
+
+
+async def test_watching_resumes_without_gap_or_repeat(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        first = await watch(c, stop_after=3)
+        rest = await watch(c, after=first[-1].revision)
+        whole = await watch(c)
+    kept = [e for e in [*first, *rest] if not e.HasField("round_progress")]
+    everything = [e for e in whole if not e.HasField("round_progress")]
+    assert [e.revision for e in kept] == [e.revision for e in everything]
+    finished = [e.step_finished.step for e in everything if e.HasField("step_finished")]
+    assert finished == list(range(6))
+    assert everything[-1].run_changed.state == pb.Run.STATE_SUCCEEDED
+
+
+async def watch(
+    c: Coordinator, after: str = "", stop_after: int | None = None
+) -> list[pb.WatchRunResponse]:
+    request = pb.WatchRunRequest(run_id="r", after_revision=after)
+    events, kept = [], 0
+    async for event in stream(lambda: c.stub.WatchRun(request, timeout=60)):
+        events.append(event)
+        kept += not event.HasField("round_progress")
+        if kept == stop_after:
+            break
+    return events
+
+
+async def test_a_compacted_revision_is_out_of_range(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        await c.until_ended()
+        await cluster.redis.xtrim(keys.events("r"), maxlen=1, approximate=False)
+        with pytest.raises(OutOfRangeError) as caught:
+            await watch(c, after="1-0")
+        assert caught.value.reason == "REVISION_COMPACTED"
+        with pytest.raises(InvalidArgumentError, match="after_revision"):
+            await watch(c, after="nonsense")
+
+
+async def test_steps_are_paged_newest_first(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        await c.until_ended()
+        request = pb.ListStepsRequest(run_id="r", page_size=4)
+        page = await call(lambda: c.stub.ListSteps(request))
+        assert [step.step for step in page.steps] == [5, 4, 3, 2]
+        request.page_token = page.next_page_token
+        page = await call(lambda: c.stub.ListSteps(request))
+        assert [step.step for step in page.steps] == [1, 0]
+        assert page.next_page_token == ""
+        for bad in ({"page_size": -1}, {"page_size": 1001}, {"page_token": "x"}):
+            wrong = pb.ListStepsRequest(run_id="r", **bad)
+            with pytest.raises(InvalidArgumentError):
+                await call(lambda wrong=wrong: c.stub.ListSteps(wrong))
+
+
+async def test_samples_hold_every_trained_response(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        await c.until_ended()
+        request = pb.ListSamplesRequest(run_id="r", step=3)
+        groups = (await call(lambda: c.stub.ListSamples(request))).groups
+        steps = await c.steps()
+        assert [g.draw.prompt_id for g in groups] == [d.prompt_id for d in steps[3].draws]
+        for group in groups:
+            assert [s.response.seed for s in group.responses] == list(group.draw.seeds)
+            assert {s.response.weight_version for s in group.responses} == {3}
+        with pytest.raises(NotFoundError):
+            await call(lambda: c.stub.ListSamples(pb.ListSamplesRequest(run_id="r", step=99)))
+
+
+async def test_workers_are_listed_until_their_lease_ends(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        listed = await call(lambda: c.stub.ListWorkers(pb.ListWorkersRequest()))
+        names = [worker.worker_id for worker in listed.workers]
+        assert names == ["rollout-0", "rollout-1", "reward-0", "trainer-0"]
+        for bad in ({}, {"worker_id": "x"}, {"worker_id": "x", "address": "y"}):
+            request = pb.HeartbeatRequest(**bad)
+            with pytest.raises(InvalidArgumentError):
+                await call(lambda request=request: c.stub.Heartbeat(request))
+
+
+async def test_a_missing_kind_of_worker_fails_the_run_with_its_name(cluster: Cluster) -> None:
+    async with coordinator(cluster, register=False) as c:
+        c.workers._wait_seconds = 0.2
+        await c.start(run_settings(cluster.directory))
+        run = await c.until_ended(succeeded=False)
+        assert run.state == pb.Run.STATE_FAILED
+        assert "no trainer worker" in run.failure
+
+
+async def test_a_standby_takes_over_when_the_lease_is_free_and_a_stale_one_steps_down(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=200)
+    expected = await undisturbed(cluster, values)
+    async with coordinator(cluster) as first, coordinator(cluster, "standby") as second:
+        await first.start(values)
+        with pytest.raises(Exception, match="stands by"):
+            await second.start(values, run_id="other")
+        await asyncio.sleep(0.3)
+        first.runs._lease.renew = lambda fence: asyncio.sleep(0, result=True)  # paused past it
+        await cluster.redis.delete(keys.COORDINATOR_LEASE)
+        await second.until_ended()
+        assert await second.schedule() == expected
+
+
+async def test_held_out_prompts_are_measured_before_and_after(cluster: Cluster) -> None:
+    write_data(cluster.directory / "validation.jsonl", 5)
+    path = cluster.directory / "train.jsonl"
+    values = run_settings(
+        cluster.directory,
+        data={"path": str(path), "validation_path": str(cluster.directory / "validation.jsonl")},
+        validation={"interval": 2},
+    )
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        run = await c.until_ended()
+    lines = (Path(run.run_directory) / "validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 2, 4, 6]
