@@ -15,10 +15,37 @@ help:  ## print the targets
 .PHONY: setup
 setup: .venv/installed  ## make .venv with everything in it (CPU build of torch)
 
+# $(call generate,DIRECTORY): the Python of protos/ into DIRECTORY/rollpacker/v1
+generate = PATH="$(abspath $(BIN)):$$PATH" python -m grpc_tools.protoc -I protos \
+  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+  protos/rollpacker/v1/*.proto
+
 .PHONY: protos
 protos: .venv/installed  ## generate rollpacker/v1 from protos/
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. \
-	  --mypy_out=quiet:. --mypy_grpc_out=quiet:. protos/rollpacker/v1/*.proto
+	$(call generate,.)
+
+.PHONY: golden
+golden: .venv/installed  ## take the protos as they are for the ones that must not break
+	$(BIN)/buf build --exclude-source-info -o protos/golden.binpb
+
+.PHONY: check
+check: check-code check-protos  ## everything that needs no running server: style, types, layers, protos
+
+.PHONY: check-code
+check-code: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: check-protos
+check-protos: .venv/installed
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against protos/golden.binpb
+	rm -rf build/protos && mkdir -p build/protos
+	$(call generate,build/protos)
+	diff -r -x __pycache__ -x __init__.py build/protos/rollpacker/v1 rollpacker/v1
 
 .PHONY: test
 test: .venv/installed  ## run the tests; they start the servers that they need
