@@ -454,12 +454,22 @@ async def test_bfloat16_serves(make_engine):
 
 
 async def test_responses_of_a_large_vocabulary_keep_to_the_definition(make_engine, tmp_path):
-    wide = save_model(tmp_path, vocab_size=5000, initializer_range=0.1)
+    """So large that the noise of a step is computed in pieces."""
+    wide = save_model(tmp_path, vocab_size=30_000, initializer_range=0.1)
     requests = seeded(3, stop_token_ids=ENDLESS, max_response_tokens=12)
     results = await run(await make_engine(wide), requests)
     for result in results.values():
         law = law_of(wide, [*PROMPT, *result.token_ids])[len(PROMPT) - 1 : -1]
         positions = torch.arange(len(PROMPT) - 1, len(PROMPT) + 11)[:, None]
         state = sampling.seed_state(int(result.request_id[1:]))
-        bits = sampling.noise_bits(state, positions, torch.arange(5000))
+        bits = sampling.noise_bits(state, positions, torch.arange(30_000))
         assert (law + sampling.gumbel(bits, torch)).argmax(-1).tolist() == list(result.token_ids)
+
+
+async def test_a_vocabulary_of_one_token_has_no_near_ties(make_engine, tmp_path):
+    single = save_model(tmp_path, vocab_size=1, pad_token_id=None, bos_token_id=0, eos_token_id=0)
+    each = request(1, prompt_token_ids=(0,), stop_token_ids=ENDLESS, max_response_tokens=3)
+    result = (await run(await make_engine(single), [each]))["r1"]
+    assert result.token_ids == (0, 0, 0)
+    assert result.logprobs == (0.0, 0.0, 0.0)
+    assert result.near_tie_count == 0

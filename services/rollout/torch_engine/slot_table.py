@@ -18,6 +18,8 @@ from rollpacker import sampling
 # Columns of the integer table.
 _TOKEN, _POSITION, _COUNT, _SEED_STATE, _NEAR_TIES = range(5)
 _NO_TOKEN = -1
+_CPU_NOISE_CELLS = 1 << 16  # scores computed at a time: what the cache of a core holds
+_GPU_NOISE_CELLS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,8 @@ class SlotTable:
         """
         rows = self._integers[order]
         logprobs = torch.log_softmax(logits / self._temperature[order], dim=-1)
-        bits = sampling.noise_bits(
-            rows[:, _SEED_STATE, None], rows[:, _POSITION, None], self._vocabulary
-        )
-        scores = sampling.gumbel(bits, torch).add_(logprobs)
-        best = scores.topk(min(2, scores.shape[1]), dim=-1)
-        tokens = best.indices[:, 0]
-        near_ties = best.values[:, 0] - best.values[:, -1] < sampling.NEAR_TIE
-        if scores.shape[1] == 1:
-            near_ties = torch.zeros_like(near_ties)
+        best, tokens, second = self._best_two(rows, logprobs)
+        near_ties = best - second < sampling.NEAR_TIE
         counts = rows[:, _COUNT]
         self._tokens[order, counts] = tokens.int()
         self._logprobs[order, counts] = logprobs.gather(1, tokens[:, None])[:, 0].clamp_(max=0)
@@ -106,6 +101,29 @@ class SlotTable:
         self._integers[order] = rows
         stopped: Tensor = (self._stops[order] == tokens[:, None]).any(dim=-1)
         return stopped
+
+    def _best_two(self, rows: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Best perturbed score, its token, and the second best score, each [n].
+
+        A large vocabulary is taken in pieces, so that the noise stays in the processor's cache.
+        """
+        state, position = rows[:, _SEED_STATE, None], rows[:, _POSITION, None]
+        cells = _CPU_NOISE_CELLS if self._device.type == "cpu" else _GPU_NOISE_CELLS
+        width = max(2, cells // len(rows))
+        values, tokens = [], []
+        for start in range(0, len(self._vocabulary), width):
+            ids, part = self._vocabulary[start : start + width], logprobs[:, start : start + width]
+            bits = sampling.noise_bits(state, position, ids)
+            scores = sampling.gumbel(bits, torch).add_(part)
+            best = scores.topk(min(2, len(ids)), dim=-1)
+            values.append(best.values)
+            tokens.append(ids[best.indices])
+        if len(values) == 1 and len(self._vocabulary) > 1:
+            return values[0][:, 0], tokens[0][:, 0], values[0][:, 1]
+        values.append(torch.full_like(values[0][:, :1], float("-inf")))  # for a single token
+        best = torch.cat(values, dim=1).topk(2, dim=-1)
+        token = torch.cat(tokens, dim=1).gather(1, best.indices[:, :1])
+        return best.values[:, 0], token[:, 0], best.values[:, 1]
 
     def logs(self, slots: Sequence[int]) -> list[SlotLog]:
         """What these slots have sampled so far."""
