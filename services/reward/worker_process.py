@@ -67,20 +67,11 @@ class WorkerProcess:
     @classmethod
     async def start(cls) -> Self:
         """Start a process; it is ready after its first `load`. Raises WorkerLostError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = subprocess.Popen(  # noqa: ASYNC220  returns after the exec, in a few ms
-                    [sys.executable, "-m", _MODULE],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    env=_environment(),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                ours.close()
-                raise WorkerLostError(f"no grading worker could be started: {error}") from error
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            process, connection = _spawn()
+        except OSError as error:
+            raise WorkerLostError(f"no grading worker could be started: {error}") from error
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(process, reader, writer)
 
     @property
@@ -151,6 +142,24 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, OSError) as error:
             code = await asyncio.to_thread(self._process.wait)
             raise WorkerLostError(f"grading worker {self.pid} ended with {code}") from error
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process, and our end of the socket that is its standard input; takes a few ms."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
 
 
 def _environment() -> dict[str, str]:
