@@ -485,5 +485,28 @@ async def test_updates_after_the_last_checkpoint_are_taken_back_with_their_resul
         assert _without_times(again.metrics) == _without_times(results[2].metrics)
 
 
+async def test_an_orderly_end_lets_the_update_come_to_its_end(model, redis_client, tmp_path):
+    groups = make_groups(0)
+    async with serving_trainer(redis_client, tmp_path) as trainer:
+        await trainer.open(open_run_request(model))
+        await trainer.start(0)
+        await fill_stream(redis_client, 0, groups)
+        gate = threading.Event()
+        blocked = asyncio.create_task(trainer.leader.in_thread(gate.wait))
+        finishing = asyncio.create_task(trainer.finish(0, draws_of(groups)))
+
+        async def updating():
+            return (await trainer.get()).state == pb.GetTrainerResponse.STATE_UPDATING
+
+        await until(updating)
+        finishing.add_done_callback(lambda _: gate.set())  # the server has given up the call
+    await blocked
+    with pytest.raises((ServiceError, asyncio.CancelledError)):
+        await finishing
+    async with serving_trainer(redis_client, tmp_path) as trainer:
+        assert (await trainer.open(open_run_request(model))).weight_version == 1
+        assert list((await trainer.finish(0, draws_of(groups))).draws) == draws_of(groups)
+
+
 def _without_times(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith("_seconds")}
