@@ -38,7 +38,6 @@ COLUMNS = (
     Column("rollout s", "timing_s/rollout", 1),
     Column("train s", "timing_s/train_wait", 1),
     Column("step s", "timing_s/step", 1),
-    Column("held-out", "validation/accuracy", 3),
 )
 STEP_TITLES = ("step", "round", "level", *(column.title for column in COLUMNS))
 

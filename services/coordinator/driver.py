@@ -54,6 +54,7 @@ from services.coordinator.trainer_client import RewindError, TrainerClient
 from services.coordinator.validation import Validator
 from services.coordinator.workers import WorkerRegistry
 
+_STOPS = ("after_step", "immediately")
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +94,7 @@ class RunDriver:
         Raises ServiceError, RoundFailedError, StaleFenceError: the run cannot go on here.
         """
         state = await self._resume()
-        while self.stop_mode != "after_step":
+        while self.stop_mode not in _STOPS:
             state = await self._validated(state)
             try:
                 next_state = await self._step(state)
@@ -102,7 +103,7 @@ class RunDriver:
             if next_state is None:
                 break
             state = next_state
-        ended_early = self.stop_mode == "after_step" or (
+        ended_early = self.stop_mode in _STOPS or (
             self.stop_mode == "drain" and self._new_prompts(state, stopping=False) > 0
         )
         if not ended_early or self.stop_mode == "drain":

@@ -29,6 +29,7 @@ from rollpacker.v1 import coordinator_service_pb2, reward_service_pb2, reward_se
 from services.coordinator.workers import WorkerRegistry
 
 _BACKOFF_SECONDS = 0.2
+_WORKER_LOST = "WORKER_LOST"
 _log = logging.getLogger(__name__)
 
 
@@ -68,6 +69,7 @@ class RewardClient:
             except InvalidArgumentError:
                 raise
             except (UnavailableError, ResourceExhaustedError) as error:
+                failures += error.reason == _WORKER_LOST  # the response may be what kills it
                 pause = error.retry_after_seconds or _BACKOFF_SECONDS
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             except ServiceError as error:

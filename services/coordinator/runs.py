@@ -102,14 +102,15 @@ class Runs:
     async def _resume_open_run(self) -> None:
         for run_id in await list_run_ids(self._redis):
             state = await RunStore(self._redis, run_id).load()
-            if state is not None and state.status in _OPEN:
-                _log.info("going on with run %s at step %d", run_id, state.step)
-                try:
-                    await self._begin(state)
-                except ServiceError as error:
-                    await self._set_failed(run_id, str(error))
-                else:
-                    return
+            if state is None or state.status not in _OPEN or self._active:
+                continue
+            _log.info("going on with run %s at step %d", run_id, state.step)
+            self._active = run_id  # before the next await: a StartRun must see it
+            try:
+                await self._begin(state)
+            except ServiceError as error:
+                self._active = ""
+                await self._set_failed(run_id, str(error))
 
     async def _halt(self) -> None:
         """Stop driving; the run stays open and is resumed by the next coordinator."""

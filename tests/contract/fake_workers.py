@@ -123,7 +123,7 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
     async def ScoreResponse(self, request: Any, context: Any) -> Any:
         if self.unavailable:
             self.unavailable -= 1
-            raise UnavailableError("WORKER_LOST", "try again")
+            raise UnavailableError("AWAY", "try again")
         correct = len(request.response_text) % 2 == 0
         return reward_service_pb2.ScoreResponseResponse(
             reward=float(correct),
