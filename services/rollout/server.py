@@ -111,11 +111,13 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 spec = dataclasses.replace(spec, tensor_parallel_size=size)
             if spec == before:
                 return spec
-            directory = weights_directory(spec.weights_uri, self._weights_root)
+            directory = None
+            if spec.resident:
+                directory = weights_directory(spec.weights_uri, self._weights_root)
             self._spec = dataclasses.replace(before, resident=False)  # takes no groups meanwhile
             try:
                 await self._engine.abort(tuple(self._running))
-                if spec.resident:
+                if directory:
                     await self._engine.load_weights(directory, spec.tensor_parallel_size)
                 else:
                     await self._engine.release()

@@ -239,6 +239,25 @@ async def test_other_weights_interrupt_what_runs_and_then_serve(service):
     ]
 
 
+async def test_applying_goes_on_when_its_caller_gives_up(service):
+    await service.apply(0)
+    spec = pb.EngineSpec(
+        run_id="run",
+        weight_version=1,
+        weights_uri=(service.root / "v1").as_uri(),
+        memory_state=pb.MEMORY_STATE_RESIDENT,
+    )
+    stream = service.stream(**endless(progress_interval_tokens=1))
+    await anext(stream)
+    call = service.stub.ApplyEngineSpec(pb.ApplyEngineSpecRequest(spec=spec, fence=1), timeout=60)
+    async for message in stream:
+        if message.HasField("finished"):  # the new weights interrupt it: applying has begun
+            call.cancel()
+    while (await service.engine_now()).spec != spec:
+        await asyncio.sleep(0.01)
+    assert await service.generate(weight_version=1)
+
+
 async def test_other_weights_are_refused(service):
     with pytest.raises(errors.FailedPreconditionError) as refused:
         await service.generate()

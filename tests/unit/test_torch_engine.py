@@ -210,6 +210,7 @@ async def test_a_group_larger_than_the_slots_is_served_in_turns(make_engine):
 
 async def test_prompts_of_any_length_share_a_batch(make_engine):
     prompts = [tuple(i % VOCABULARY for i in range(n)) for n in (1, 2, 63, 64, 65, 200)]
+    prompts += [(n, *prompts[-1], *prompts[-1]) for n in range(12)]  # too many for one prefill
     requests = [request(n, prompt_token_ids=prompt) for n, prompt in enumerate(prompts)]
     engine = await make_engine()
     together = await asyncio.gather(*(run(engine, [each]) for each in requests))

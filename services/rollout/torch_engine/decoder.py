@@ -9,7 +9,7 @@ Query, key and value projections are one matrix, and so are gate and up: fewer, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,10 @@ class Decoder:
     ) -> None:
         """`weights` as `read_weights` returns them; positions run from 0 to `context` - 1."""
         self.config = config
-        self._device, self._dtype = device, dtype
         self._cosine, self._sine = _rotary_tables(config, context, device, dtype)
-        self._parts = self._fused(weights)
+        self._parts = {
+            name: part.to(device, dtype, copy=True) for name, part in _fused(config, weights)
+        }
         self._layers = [
             _Layer(**{name: self._parts.get(f"{index}.{name}") for name in _Layer.__slots__})  # type: ignore[arg-type]
             for index in range(config.layer_count)
@@ -61,7 +62,7 @@ class Decoder:
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite every weight in place; the shapes must be those of the config."""
-        for name, part in self._fused(weights).items():
+        for name, part in _fused(self.config, weights):
             self._parts[name].copy_(part)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -94,19 +95,16 @@ class Decoder:
         logits = F.linear(hidden, head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _fused(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as the forward pass wants them, on the device."""
-        config = self.config
-        parts = {
-            "embedding": weights["model.embed_tokens.weight"],
-            "final_norm": weights["model.norm.weight"],
-        }
-        if not config.tied_embeddings:
-            parts["head"] = weights["lm_head.weight"]
-        for index in range(config.layer_count):
-            for name, part in _fused_layer(config, weights, f"model.layers.{index}.").items():
-                parts[f"{index}.{name}"] = part
-        return {name: part.to(self._device, self._dtype, copy=True) for name, part in parts.items()}
+
+def _fused(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as the forward pass wants them, one part at a time."""
+    yield "embedding", weights["model.embed_tokens.weight"]
+    yield "final_norm", weights["model.norm.weight"]
+    if not config.tied_embeddings:
+        yield "head", weights["lm_head.weight"]
+    for index in range(config.layer_count):
+        for name, part in _fused_layer(config, weights, f"model.layers.{index}.").items():
+            yield f"{index}.{name}", part
 
 
 def _fused_layer(
