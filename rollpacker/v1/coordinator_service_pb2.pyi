@@ -704,7 +704,7 @@ class RoundProgress(_message.Message):
     kept_group_count: _builtins.int
     """Groups that the step keeps."""
     phase: _builtins.str
-    """"rollout", "training" or "committing"."""
+    """"rollout", "training" or "validation"."""
     level: _builtins.int
     """Deferral level of the round."""
     def __init__(

@@ -97,6 +97,8 @@ class CoordinatorServiceServicer:
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
         INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
         FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+        FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
+        UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,6 +39,8 @@ class CoordinatorServiceStub:
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
     INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
     FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+    FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
+    UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetRunRequest, _coordinator_service_pb2.GetRunResponse]
     """Returns one run. NOT_FOUND (RUN_NOT_FOUND)."""
@@ -80,6 +82,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
     INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
     FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+    FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
+    UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetRunRequest, _coordinator_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """Returns one run. NOT_FOUND (RUN_NOT_FOUND)."""
@@ -124,6 +128,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
         INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
         FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+        FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
+        UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
         """
 
     @_abc_1.abstractmethod

@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class TrainerServiceStub:
     """The trainer. Groups reach it through the sample stream in Redis, not through these calls.
+    Any call may fail with UNAVAILABLE (REDIS_AWAY, TRAINER_FAILED): try again; the trainer may have
+    been restarted by then.
     """
 
     def __init__(self, channel):
@@ -64,6 +66,8 @@ class TrainerServiceStub:
 
 class TrainerServiceServicer:
     """The trainer. Groups reach it through the sample stream in Redis, not through these calls.
+    Any call may fail with UNAVAILABLE (REDIS_AWAY, TRAINER_FAILED): try again; the trainer may have
+    been restarted by then.
     """
 
     def OpenRun(self, request, context):
@@ -72,6 +76,7 @@ class TrainerServiceServicer:
         Repeat: the settings in force return at once; other settings for a run that has taken a step
         are refused with FAILED_PRECONDITION (SETTINGS_DIFFER).
         NOT_FOUND (MODEL_NOT_FOUND): no model at model_uri.
+        INVALID_ARGUMENT (INVALID_SETTINGS): BadRequest names each setting that is wrong.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -95,7 +100,10 @@ class TrainerServiceServicer:
         Repeat: a step that is finished returns its recorded result.
         FAILED_PRECONDITION (STEP_DRAWS_DIFFER): it was finished with other draws.
         FAILED_PRECONDITION (STEP_NOT_OPEN): StartStep comes first (the trainer was restarted).
-        DEADLINE_EXCEEDED: a named draw did not appear in the stream; the step stays open.
+        FAILED_PRECONDITION (INVALID_SAMPLE): a group of the stream cannot be trained (other weights,
+        no prompt, logprobs that do not fit); AbandonStep and a new stream are the way on.
+        FAILED_PRECONDITION (NON_FINITE_GRADIENTS): the third update in a row without finite gradients.
+        DEADLINE_EXCEEDED (DRAWS_MISSING): a named draw is not in the stream; the step stays open.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -156,6 +164,8 @@ def add_TrainerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
     """The trainer. Groups reach it through the sample stream in Redis, not through these calls.
+    Any call may fail with UNAVAILABLE (REDIS_AWAY, TRAINER_FAILED): try again; the trainer may have
+    been restarted by then.
     """
 
     @staticmethod

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """The trainer. Groups reach it through the sample stream in Redis, not through these calls."""
+    """The trainer. Groups reach it through the sample stream in Redis, not through these calls.
+    Any call may fail with UNAVAILABLE (REDIS_AWAY, TRAINER_FAILED): try again; the trainer may have
+    been restarted by then.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -39,6 +42,7 @@ class TrainerServiceStub:
     Repeat: the settings in force return at once; other settings for a run that has taken a step
     are refused with FAILED_PRECONDITION (SETTINGS_DIFFER).
     NOT_FOUND (MODEL_NOT_FOUND): no model at model_uri.
+    INVALID_ARGUMENT (INVALID_SETTINGS): BadRequest names each setting that is wrong.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
     """
     StartStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StartStepRequest, _trainer_service_pb2.StartStepResponse]
@@ -54,7 +58,10 @@ class TrainerServiceStub:
     Repeat: a step that is finished returns its recorded result.
     FAILED_PRECONDITION (STEP_DRAWS_DIFFER): it was finished with other draws.
     FAILED_PRECONDITION (STEP_NOT_OPEN): StartStep comes first (the trainer was restarted).
-    DEADLINE_EXCEEDED: a named draw did not appear in the stream; the step stays open.
+    FAILED_PRECONDITION (INVALID_SAMPLE): a group of the stream cannot be trained (other weights,
+    no prompt, logprobs that do not fit); AbandonStep and a new stream are the way on.
+    FAILED_PRECONDITION (NON_FINITE_GRADIENTS): the third update in a row without finite gradients.
+    DEADLINE_EXCEEDED (DRAWS_MISSING): a named draw is not in the stream; the step stays open.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
     """
     AbandonStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.AbandonStepRequest, _trainer_service_pb2.AbandonStepResponse]
@@ -67,7 +74,10 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """The trainer. Groups reach it through the sample stream in Redis, not through these calls."""
+    """The trainer. Groups reach it through the sample stream in Redis, not through these calls.
+    Any call may fail with UNAVAILABLE (REDIS_AWAY, TRAINER_FAILED): try again; the trainer may have
+    been restarted by then.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenRun: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.OpenRunRequest, _trainer_service_pb2.OpenRunResponse]  # type: ignore[assignment]
@@ -76,6 +86,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Repeat: the settings in force return at once; other settings for a run that has taken a step
     are refused with FAILED_PRECONDITION (SETTINGS_DIFFER).
     NOT_FOUND (MODEL_NOT_FOUND): no model at model_uri.
+    INVALID_ARGUMENT (INVALID_SETTINGS): BadRequest names each setting that is wrong.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
     """
     StartStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StartStepRequest, _trainer_service_pb2.StartStepResponse]  # type: ignore[assignment]
@@ -91,7 +102,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Repeat: a step that is finished returns its recorded result.
     FAILED_PRECONDITION (STEP_DRAWS_DIFFER): it was finished with other draws.
     FAILED_PRECONDITION (STEP_NOT_OPEN): StartStep comes first (the trainer was restarted).
-    DEADLINE_EXCEEDED: a named draw did not appear in the stream; the step stays open.
+    FAILED_PRECONDITION (INVALID_SAMPLE): a group of the stream cannot be trained (other weights,
+    no prompt, logprobs that do not fit); AbandonStep and a new stream are the way on.
+    FAILED_PRECONDITION (NON_FINITE_GRADIENTS): the third update in a row without finite gradients.
+    DEADLINE_EXCEEDED (DRAWS_MISSING): a named draw is not in the stream; the step stays open.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
     """
     AbandonStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.AbandonStepRequest, _trainer_service_pb2.AbandonStepResponse]  # type: ignore[assignment]
@@ -103,7 +117,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Returns what the trainer is doing. Changes nothing."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The trainer. Groups reach it through the sample stream in Redis, not through these calls."""
+    """The trainer. Groups reach it through the sample stream in Redis, not through these calls.
+    Any call may fail with UNAVAILABLE (REDIS_AWAY, TRAINER_FAILED): try again; the trainer may have
+    been restarted by then.
+    """
 
     @_abc_1.abstractmethod
     def OpenRun(
@@ -116,6 +133,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: the settings in force return at once; other settings for a run that has taken a step
         are refused with FAILED_PRECONDITION (SETTINGS_DIFFER).
         NOT_FOUND (MODEL_NOT_FOUND): no model at model_uri.
+        INVALID_ARGUMENT (INVALID_SETTINGS): BadRequest names each setting that is wrong.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
         """
 
@@ -143,7 +161,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: a step that is finished returns its recorded result.
         FAILED_PRECONDITION (STEP_DRAWS_DIFFER): it was finished with other draws.
         FAILED_PRECONDITION (STEP_NOT_OPEN): StartStep comes first (the trainer was restarted).
-        DEADLINE_EXCEEDED: a named draw did not appear in the stream; the step stays open.
+        FAILED_PRECONDITION (INVALID_SAMPLE): a group of the stream cannot be trained (other weights,
+        no prompt, logprobs that do not fit); AbandonStep and a new stream are the way on.
+        FAILED_PRECONDITION (NON_FINITE_GRADIENTS): the third update in a row without finite gradients.
+        DEADLINE_EXCEEDED (DRAWS_MISSING): a named draw is not in the stream; the step stays open.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
         """
 
