@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 VOCABULARY = 17
 STOP = 3
 PROMPT = (5, 6, 7, 8, 9)
+CONTEXT = 32_768
+FOREVER = 30_000  # tokens; a response of this length does not end while a test looks
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
@@ -23,7 +25,7 @@ def save_model(directory: Path, family: str = "llama", *, seed: int = 0, **chang
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": CONTEXT,
         "initializer_range": 0.3,
         **changes,
     }

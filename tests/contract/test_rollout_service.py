@@ -20,10 +20,9 @@ from rollpacker.v1 import rollout_service_pb2_grpc, types_pb2
 from services.rollout.engine import EngineError
 from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
 from services.rollout.torch_engine import TorchEngine
-from tests.tiny_models import PROMPT, STOP, VOCABULARY, save_model
+from tests.tiny_models import CONTEXT, FOREVER, PROMPT, STOP, VOCABULARY, save_model
 
 SEEDS = (11, 22, 33, 44)
-LONG = 400  # tokens; a response without stop tokens that is surely still running for a while
 
 
 @dataclass
@@ -97,8 +96,8 @@ def group_request(**changes) -> pb.GenerateGroupRequest:
     return pb.GenerateGroupRequest(**values)
 
 
-def endless(**changes) -> dict[str, object]:
-    return {"sampling": sampling(stop_token_ids=[], max_response_tokens=LONG), **changes}
+def endless(cap: int = FOREVER, **changes) -> dict[str, object]:
+    return {"sampling": sampling(stop_token_ids=[], max_response_tokens=cap), **changes}
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +182,10 @@ async def test_progress_comes_once_per_interval_of_the_longest_response(service)
     await service.apply()
     longest = [
         message.progress.longest_response_tokens
-        async for message in service.stream(**endless(progress_interval_tokens=10))
+        async for message in service.stream(**endless(cap=300, progress_interval_tokens=10))
         if message.HasField("progress")
     ]
-    assert longest == list(range(10, LONG, 10))
+    assert longest == list(range(10, 300, 10))
 
 
 async def test_a_resumed_response_goes_on_exactly(service):
@@ -217,7 +216,7 @@ async def test_the_engine_reports_its_spec_and_kind(service):
 
 async def test_applying_the_spec_in_force_disturbs_nothing(service):
     first = await service.apply()
-    stream = service.stream(**endless(progress_interval_tokens=1))
+    stream = service.stream(**endless(cap=300, progress_interval_tokens=1))
     await anext(stream)
     assert await service.apply() == first
     reasons = [m.finished.response.finish_reason async for m in stream if m.HasField("finished")]
@@ -232,7 +231,7 @@ async def test_other_weights_interrupt_what_runs_and_then_serve(service):
     await service.apply(1)
     interrupted = [m.finished.response async for m in stream if m.HasField("finished")]
     assert {r.finish_reason for r in interrupted} == {types_pb2.FINISH_REASON_INTERRUPTED}
-    assert all(0 < len(r.token_ids) < LONG for r in interrupted)
+    assert all(0 < len(r.token_ids) < FOREVER for r in interrupted)
     of_one = await service.generate(weight_version=1)
     assert [list(r.token_ids) for r in of_one.values()] != [
         list(r.token_ids) for r in of_zero.values()
@@ -296,8 +295,8 @@ async def test_an_older_fence_is_refused(service):
 
 async def test_a_prompt_that_can_never_fit_is_refused(service):
     await service.apply()
-    with pytest.raises(errors.FailedPreconditionError, match="context is 512") as refused:
-        await service.generate(prompt_token_ids=[5] * 453)
+    with pytest.raises(errors.FailedPreconditionError, match=f"context is {CONTEXT}") as refused:
+        await service.generate(prompt_token_ids=[5] * (CONTEXT - 59))
     assert refused.value.reason == "PROMPT_TOO_LONG"
 
 
@@ -433,7 +432,7 @@ async def test_cancelling_the_stream_frees_the_slots(service):
     await service.until_idle()
     stats = (await service.engine_now()).stats
     assert stats.kv_cache_usage == 0
-    assert stats.generated_token_count < 4 * LONG
+    assert stats.generated_token_count < 4 * FOREVER
 
 
 async def test_a_deadline_ends_the_call_and_frees_the_slots(service):

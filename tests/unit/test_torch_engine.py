@@ -22,7 +22,7 @@ from services.rollout.engine import (
     WeightsNotFoundError,
 )
 from services.rollout.torch_engine import TorchEngine
-from tests.tiny_models import PROMPT, STOP, VOCABULARY, save_model
+from tests.tiny_models import CONTEXT, FOREVER, PROMPT, STOP, VOCABULARY, save_model
 
 ENDLESS = frozenset[int]()
 
@@ -254,29 +254,43 @@ async def test_a_stop_token_at_the_cap_is_a_stop(make_engine):
 
 
 async def test_an_aborted_response_is_a_prefix_of_the_undisturbed_one(make_engine):
-    requests = seeded(8, stop_token_ids=ENDLESS, max_response_tokens=300)
-    undisturbed = await run(await make_engine(), requests)
-    engine = await make_engine(slots=6)  # two wait and have no tokens yet
+    whole = await run(await make_engine(), seeded(6, stop_token_ids=ENDLESS))
+    caps = [60, 60, *[FOREVER] * 4]
+    requests = [
+        request(n, stop_token_ids=ENDLESS, max_response_tokens=cap)
+        for n, cap in enumerate(caps, start=1)
+    ]
+    engine = await make_engine()
     stream = engine.generate(requests, 5)
     await anext(stream)
-    returned = await engine.abort([*(each.request_id for each in requests[2:]), "unknown", "r3"])
+    returned = await engine.abort(["r3", "r4", "r5", "r6", "unknown", "r3"])
     results = {e.request_id: e async for e in stream if isinstance(e, GenerationResult)}
-    assert {result.request_id for result in returned} == {f"r{n}" for n in range(3, 9)}
+    assert [result.request_id for result in returned] == ["r3", "r4", "r5", "r6"]
     for result in returned:
         assert results[result.request_id] == result
         assert result.finish_reason is FinishReason.INTERRUPTED
-        whole = undisturbed[result.request_id]
-        assert result.token_ids == whole.token_ids[: len(result.token_ids)]
-        assert len(result.logprobs) == len(result.token_ids) < 300
-    assert {len(r.token_ids) for r in returned if r.slot == -1} == {0}
+        length = min(len(result.token_ids), 60)
+        assert result.token_ids[:length] == whole[result.request_id].token_ids[:length]
+        assert 0 < len(result.logprobs) == len(result.token_ids) < FOREVER
     for name in ("r1", "r2"):
-        assert essence(results[name]) == essence(undisturbed[name])
+        assert essence(results[name]) == essence(whole[name])
     assert await engine.abort(["r1"]) == []
+
+
+async def test_a_response_that_never_ran_is_aborted_empty(make_engine):
+    engine = await make_engine(slots=1)
+    requests = seeded(2, stop_token_ids=ENDLESS, max_response_tokens=FOREVER)
+    stream = engine.generate(requests, 1)
+    await anext(stream)
+    ran, waited = await engine.abort(["r1", "r2"])
+    assert (ran.slot, waited.slot) == (0, -1)
+    assert waited.token_ids == waited.logprobs == ()
+    assert [e async for e in stream if isinstance(e, GenerationResult)] == [ran, waited]
 
 
 async def test_closing_the_iterator_aborts_what_runs(make_engine):
     engine = await make_engine()
-    stream = engine.generate(seeded(4, stop_token_ids=ENDLESS, max_response_tokens=400), 1)
+    stream = engine.generate(seeded(4, stop_token_ids=ENDLESS, max_response_tokens=FOREVER), 1)
     await anext(stream)
     await stream.aclose()
     assert await engine.abort(["r1"]) == []  # posted after the stream's own abort
@@ -341,7 +355,7 @@ async def test_weights_that_cannot_be_loaded_leave_the_old_ones(make_engine, tmp
 
 async def test_weights_change_only_when_nothing_runs(make_engine, other_directory):
     engine = await make_engine()
-    stream = engine.generate(seeded(2, stop_token_ids=ENDLESS, max_response_tokens=400), 1)
+    stream = engine.generate(seeded(2, stop_token_ids=ENDLESS, max_response_tokens=FOREVER), 1)
     await anext(stream)
     with pytest.raises(EngineError, match="abort them first"):
         await engine.load_weights(other_directory)
@@ -366,7 +380,7 @@ async def test_a_released_engine_serves_again_after_loading(make_engine, model_d
 @pytest.mark.parametrize(
     ("settings", "longest", "named"),
     [
-        ({}, 508, "context is 512"),
+        ({}, CONTEXT - 4, f"context is {CONTEXT}"),
         ({"max_context_tokens": 100}, 96, "context is 100"),
         ({"kv_budget_tokens": 90}, 86, "KV budget is 90"),
     ],
@@ -437,7 +451,7 @@ async def test_an_engine_without_weights_says_so(make_engine):
 
 async def test_a_closed_engine_has_aborted_everything_and_refuses_more(make_engine):
     engine = await make_engine()
-    stream = engine.generate(seeded(2, stop_token_ids=ENDLESS, max_response_tokens=400), 1)
+    stream = engine.generate(seeded(2, stop_token_ids=ENDLESS, max_response_tokens=FOREVER), 1)
     await anext(stream)
     await engine.close()
     ends = [event async for event in stream if isinstance(event, GenerationResult)]

@@ -48,7 +48,7 @@ def load_decoder(directory: Path, dtype: torch.dtype) -> Decoder:
     return Decoder(
         config,
         read_weights(directory, config),
-        context=config.max_context,
+        context=LENGTH,
         device=torch.device("cpu"),
         dtype=dtype,
     )
