@@ -63,7 +63,7 @@ _PROGRESS_INTERVAL_TOKENS = 16
 _MAX_FAILURES = 3  # of one draw, apart from replicas that go away
 _STREAM_SECONDS = 600.0  # of a group's stream, apart from its tokens
 _SLOWEST_SECONDS_PER_TOKEN = 1.0
-_REPLICA_GONE = ("WEIGHT_VERSION_MISMATCH", "ENGINE_CLOSED")
+_REPLICA_GONE = ("WEIGHT_VERSION_MISMATCH",)
 _log = logging.getLogger(__name__)
 
 
