@@ -59,6 +59,7 @@ from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient, Score
 
 _WAIT_LOG_SECONDS = 30.0
+_REPORT_SECONDS = 0.25
 _PROGRESS_INTERVAL_TOKENS = 16
 _MAX_FAILURES = 3  # of one draw, apart from replicas that go away
 _STREAM_SECONDS = 600.0  # of a group's stream, apart from its tokens
@@ -126,6 +127,7 @@ class CommandRunner:
         self._collected: dict[tuple[DrawId, int], _Collected] = {}
         self._failures: dict[DrawId, int] = {}
         self._groups: list[PromptGroup] = []
+        self._reported_at = 0.0
 
     async def run(self, restored: Sequence[PromptGroup] = ()) -> RoundResult:
         """Run the round; `restored` groups stand in the sample stream already, in its order.
@@ -156,6 +158,13 @@ class CommandRunner:
                 if isinstance(command, FinishRound):
                     return command
                 await self._carry_out(command)
+            self._report()
+
+    def _report(self) -> None:
+        """Tell watchers, not more often than they can see."""
+        now = time.monotonic()
+        if now - self._reported_at >= _REPORT_SECONDS:
+            self._reported_at = now
             self._on_progress(self._round)
 
     async def _next_event(self) -> Event | BaseException:
