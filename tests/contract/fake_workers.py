@@ -53,6 +53,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.fence = 0
         self.fail_next = 0  # streams that break in the middle
         self.running = 0
+        self.slots = 6
 
     def _check_fence(self, fence: int) -> None:
         if fence < self.fence:
@@ -65,7 +66,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         return rollout_service_pb2.ApplyEngineSpecResponse(spec=request.spec)
 
     async def GetEngine(self, request: Any, context: Any) -> Any:
-        stats = rollout_service_pb2.EngineStats(slot_count=6)
+        stats = rollout_service_pb2.EngineStats(slot_count=self.slots)
         return rollout_service_pb2.GetEngineResponse(
             spec=wire.engine_spec_to_proto(self.spec),
             stats=stats,
