@@ -202,9 +202,7 @@ async def serving_trainer(
     """A trainer of one rank in this process, with its files below `directory`."""
     torch.set_num_threads(1)
     leader = Leader(Ranks())
-    session = Session(
-        redis_client, leader, Roots(directory / "weights", directory / "checkpoints")
-    )
+    session = Session(redis_client, leader, Roots(directory / "weights", directory / "checkpoints"))
     servicer = TrainerServicer(session, world_size=1)
     server = RpcServer(
         "127.0.0.1:0",
