@@ -155,6 +155,7 @@ class Response:
     segments: tuple[Segment, ...]  # token counts sum to the tokens
     carried_token_count: int = 0  # leading tokens taken over instead of decoded
     near_tie_count: int = 0  # positions whose two best scores were closer than 1e-4
+    accepted_draft_token_count: int = 0  # of the carried tokens, those of a draft
 
     def check(self) -> None:
         """Raise InvalidResponseError unless tokens, logprobs and segments fit together."""
@@ -175,6 +176,20 @@ class Response:
                 f"response {self.response_id}: segments cover {covered}"
                 f" of {len(self.token_ids)} tokens"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a response held under other weights: a guess at what it holds now.
+
+    It is never trained as it is. The engine takes over the longest prefix that the present weights
+    sample too, with the response's own noise; so a draft changes how long a response takes, never
+    the response.
+    """
+
+    index: int  # place in the group
+    token_ids: tuple[int, ...]  # from the first token on
+    weight_version: int  # weights that sampled them
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ def response_to_proto(response: types.Response) -> types_pb2.Response:
         ],
         carried_token_count=response.carried_token_count,
         near_tie_count=response.near_tie_count,
+        accepted_draft_token_count=response.accepted_draft_token_count,
     )
 
 
@@ -162,9 +163,20 @@ def response_from_proto(response: types_pb2.Response) -> types.Response:
         ),
         carried_token_count=response.carried_token_count,
         near_tie_count=response.near_tie_count,
+        accepted_draft_token_count=response.accepted_draft_token_count,
     )
     result.check()
     return result
+
+
+def draft_to_proto(draft: types.Draft) -> types_pb2.Draft:
+    return types_pb2.Draft(
+        index=draft.index, token_ids=draft.token_ids, weight_version=draft.weight_version
+    )
+
+
+def draft_from_proto(draft: types_pb2.Draft) -> types.Draft:
+    return types.Draft(draft.index, tuple(draft.token_ids), draft.weight_version)
 
 
 def timing_to_proto(timing: types.ResponseTiming) -> types_pb2.ResponseTiming:

@@ -150,6 +150,7 @@ class GenerateGroupRequest(_message.Message):
     INDICES_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PROGRESS_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that asks."""
     step: _builtins.int
@@ -182,6 +183,15 @@ class GenerateGroupRequest(_message.Message):
         INVALID_ARGUMENT if one has another weight version.
         """
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Draft]:
+        """Guesses at responses, of any weights; each is checked against the weights that are asked for.
+        The longest prefix that they sample too, with the same noise, is taken over at the cost of a
+        prefill; the rest is ignored. So a draft changes the time of a response, never the response.
+        An engine may ignore drafts. INVALID_ARGUMENT if one is not asked for, is also in resume_from,
+        or holds a token outside the vocabulary.
+        """
+
     def __init__(
         self,
         *,
@@ -195,10 +205,11 @@ class GenerateGroupRequest(_message.Message):
         indices: _abc.Iterable[_builtins.int] | None = ...,
         resume_from: _abc.Iterable[_types_pb2.Response] | None = ...,
         progress_interval_tokens: _builtins.int = ...,
+        drafts: _abc.Iterable[_types_pb2.Draft] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "fence", b"fence", "indices", b"indices", "progress_interval_tokens", b"progress_interval_tokens", "prompt_token_ids", b"prompt_token_ids", "resume_from", b"resume_from", "run_id", b"run_id", "sampling", b"sampling", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "draw", b"draw", "fence", b"fence", "indices", b"indices", "progress_interval_tokens", b"progress_interval_tokens", "prompt_token_ids", b"prompt_token_ids", "resume_from", b"resume_from", "run_id", b"run_id", "sampling", b"sampling", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,23 +285,64 @@ class GroupProgress(_message.Message):
 
     LONGEST_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     TOTAL_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    CARRIED_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    NEW_TOKENS_FIELD_NUMBER: _builtins.int
     longest_response_tokens: _builtins.int
     """Tokens of its longest response so far, finished or not, carried tokens included."""
     total_response_tokens: _builtins.int
     """Tokens of all its responses so far."""
+    carried_response_tokens: _builtins.int
+    """Of these, tokens that this call took over instead of decoding them."""
+    @_builtins.property
+    def new_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewTokens]:
+        """What the running responses gained since the last progress; with all progress so far, their
+        tokens from the first one on, carried tokens included. For drafts; absent where an engine
+        cannot tell.
+        """
+
     def __init__(
         self,
         *,
         longest_response_tokens: _builtins.int = ...,
         total_response_tokens: _builtins.int = ...,
+        carried_response_tokens: _builtins.int = ...,
+        new_tokens: _abc.Iterable[Global___NewTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["longest_response_tokens", b"longest_response_tokens", "total_response_tokens", b"total_response_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_response_tokens", b"carried_response_tokens", "longest_response_tokens", b"longest_response_tokens", "new_tokens", b"new_tokens", "total_response_tokens", b"total_response_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupProgress: _TypeAlias = GroupProgress  # noqa: Y015
+
+@_typing.final
+class NewTokens(_message.Message):
+    """What one response gained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Place in the group, from 0."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewTokens: _TypeAlias = NewTokens  # noqa: Y015
 
 @_typing.final
 class GetEngineRequest(_message.Message):

@@ -72,6 +72,8 @@ class RolloutServiceServicer:
     def GenerateGroup(self, request, context):
         """Samples responses to one prompt; each is sent when it finishes, with progress in between.
         The stream ends with OK after the last response. Cancelling the call aborts what still runs.
+        A service that has to let go (other weights are applied, or it ends) sends every response that
+        still runs as INTERRUPTED, to be continued elsewhere by resume_from.
         Repeat: the same request gives the same responses; two equal calls at once run twice.
         FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the engine serves other weights.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.

@@ -45,6 +45,8 @@ class RolloutServiceStub:
     GenerateGroup: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GenerateGroupRequest, _rollout_service_pb2.GenerateGroupResponse]
     """Samples responses to one prompt; each is sent when it finishes, with progress in between.
     The stream ends with OK after the last response. Cancelling the call aborts what still runs.
+    A service that has to let go (other weights are applied, or it ends) sends every response that
+    still runs as INTERRUPTED, to be continued elsewhere by resume_from.
     Repeat: the same request gives the same responses; two equal calls at once run twice.
     FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the engine serves other weights.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
@@ -71,6 +73,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     GenerateGroup: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GenerateGroupRequest, _rollout_service_pb2.GenerateGroupResponse]  # type: ignore[assignment]
     """Samples responses to one prompt; each is sent when it finishes, with progress in between.
     The stream ends with OK after the last response. Cancelling the call aborts what still runs.
+    A service that has to let go (other weights are applied, or it ends) sends every response that
+    still runs as INTERRUPTED, to be continued elsewhere by resume_from.
     Repeat: the same request gives the same responses; two equal calls at once run twice.
     FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the engine serves other weights.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
@@ -106,6 +110,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GenerateGroupResponse], _abc.AsyncIterator[_rollout_service_pb2.GenerateGroupResponse]]:
         """Samples responses to one prompt; each is sent when it finishes, with progress in between.
         The stream ends with OK after the last response. Cancelling the call aborts what still runs.
+        A service that has to let go (other weights are applied, or it ends) sends every response that
+        still runs as INTERRUPTED, to be continued elsewhere by resume_from.
         Repeat: the same request gives the same responses; two equal calls at once run twice.
         FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the engine serves other weights.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.

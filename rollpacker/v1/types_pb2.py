@@ -25,33 +25,35 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollpacker/v1/types.proto\x12\rrollpacker.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"Z\n\x04\x44raw\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\r\n\x05seeds\x18\x03 \x03(\x06\x12\r\n\x05level\x18\x04 \x01(\x05\x12\x12\n\nfirst_step\x18\x05 \x01(\x03\"\x8c\x02\n\x08Response\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.rollpacker.v1.FinishReason\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x0c\n\x04seed\x18\x07 \x01(\x06\x12(\n\x08segments\x18\x08 \x03(\x0b\x32\x16.rollpacker.v1.Segment\x12\x1b\n\x13\x63\x61rried_token_count\x18\t \x01(\x05\x12\x16\n\x0enear_tie_count\x18\n \x01(\x05\"?\n\x07Segment\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x11\n\ttrainable\x18\x03 \x01(\x08\"\x90\x01\n\x0eResponseTiming\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04slot\x18\x03 \x01(\x05\x12\x12\n\nreplica_id\x18\x04 \x01(\t\"|\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x1b\n\x13max_response_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\"\xba\x02\n\x0eScoredResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.rollpacker.v1.Response\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tadvantage\x18\x03 \x01(\x01\x12\'\n\x07verdict\x18\x04 \x01(\x0e\x32\x16.rollpacker.v1.Verdict\x12-\n\x06timing\x18\x05 \x01(\x0b\x32\x1d.rollpacker.v1.ResponseTiming\x12\x0c\n\x04text\x18\x06 \x01(\t\x12.\n\nscore_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x10score_start_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\t\n\x07_reward\"\xc4\x01\n\x0bPromptGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12!\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x13.rollpacker.v1.Draw\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12\x30\n\tresponses\x18\x05 \x03(\x0b\x32\x1d.rollpacker.v1.ScoredResponse\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x10\n\x08race_key\x18\x07 \x01(\x03*~\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_INTERRUPTED\x10\x03*\xca\x02\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x13\n\x0fVERDICT_CORRECT\x10\x01\x12\x15\n\x11VERDICT_INCORRECT\x10\x02\x12\x15\n\x11VERDICT_NO_ANSWER\x10\x03\x12\x13\n\x0fVERDICT_NO_CODE\x10\x04\x12\x19\n\x15VERDICT_COMPILE_ERROR\x10\x05\x12\x13\n\x0fVERDICT_CRASHED\x10\x06\x12\x15\n\x11VERDICT_TIMED_OUT\x10\x07\x12\x18\n\x14VERDICT_MEMORY_LIMIT\x10\x08\x12\x18\n\x14VERDICT_OUTPUT_LIMIT\x10\t\x12\x16\n\x12VERDICT_FILE_LIMIT\x10\n\x12\x19\n\x15VERDICT_PROCESS_LIMIT\x10\x0b\x12 \n\x1cVERDICT_UNSUPPORTED_LANGUAGE\x10\x0c*\x8b\x01\n\nGraderKind\x12\x1b\n\x17GRADER_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10GRADER_KIND_MATH\x10\x01\x12\x14\n\x10GRADER_KIND_CODE\x10\x02\x12\x15\n\x11GRADER_KIND_JUDGE\x10\x03\x12\x1d\n\x19GRADER_KIND_REASONING_GYM\x10\x04*h\n\tRoundKind\x12\x1a\n\x16ROUND_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10ROUND_KIND_SHORT\x10\x01\x12\x13\n\x0fROUND_KIND_LONG\x10\x02\x12\x14\n\x10ROUND_KIND_DRAIN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollpacker/v1/types.proto\x12\rrollpacker.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"Z\n\x04\x44raw\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\r\n\x05seeds\x18\x03 \x03(\x06\x12\r\n\x05level\x18\x04 \x01(\x05\x12\x12\n\nfirst_step\x18\x05 \x01(\x03\"\xb0\x02\n\x08Response\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.rollpacker.v1.FinishReason\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x0c\n\x04seed\x18\x07 \x01(\x06\x12(\n\x08segments\x18\x08 \x03(\x0b\x32\x16.rollpacker.v1.Segment\x12\x1b\n\x13\x63\x61rried_token_count\x18\t \x01(\x05\x12\x16\n\x0enear_tie_count\x18\n \x01(\x05\x12\"\n\x1a\x61\x63\x63\x65pted_draft_token_count\x18\x0b \x01(\x05\"A\n\x05\x44raft\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"?\n\x07Segment\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x11\n\ttrainable\x18\x03 \x01(\x08\"\x90\x01\n\x0eResponseTiming\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04slot\x18\x03 \x01(\x05\x12\x12\n\nreplica_id\x18\x04 \x01(\t\"|\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x1b\n\x13max_response_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\"\xba\x02\n\x0eScoredResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.rollpacker.v1.Response\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tadvantage\x18\x03 \x01(\x01\x12\'\n\x07verdict\x18\x04 \x01(\x0e\x32\x16.rollpacker.v1.Verdict\x12-\n\x06timing\x18\x05 \x01(\x0b\x32\x1d.rollpacker.v1.ResponseTiming\x12\x0c\n\x04text\x18\x06 \x01(\t\x12.\n\nscore_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x10score_start_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\t\n\x07_reward\"\xc4\x01\n\x0bPromptGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12!\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x13.rollpacker.v1.Draw\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12\x30\n\tresponses\x18\x05 \x03(\x0b\x32\x1d.rollpacker.v1.ScoredResponse\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x10\n\x08race_key\x18\x07 \x01(\x03*~\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_INTERRUPTED\x10\x03*\xca\x02\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x13\n\x0fVERDICT_CORRECT\x10\x01\x12\x15\n\x11VERDICT_INCORRECT\x10\x02\x12\x15\n\x11VERDICT_NO_ANSWER\x10\x03\x12\x13\n\x0fVERDICT_NO_CODE\x10\x04\x12\x19\n\x15VERDICT_COMPILE_ERROR\x10\x05\x12\x13\n\x0fVERDICT_CRASHED\x10\x06\x12\x15\n\x11VERDICT_TIMED_OUT\x10\x07\x12\x18\n\x14VERDICT_MEMORY_LIMIT\x10\x08\x12\x18\n\x14VERDICT_OUTPUT_LIMIT\x10\t\x12\x16\n\x12VERDICT_FILE_LIMIT\x10\n\x12\x19\n\x15VERDICT_PROCESS_LIMIT\x10\x0b\x12 \n\x1cVERDICT_UNSUPPORTED_LANGUAGE\x10\x0c*\x8b\x01\n\nGraderKind\x12\x1b\n\x17GRADER_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10GRADER_KIND_MATH\x10\x01\x12\x14\n\x10GRADER_KIND_CODE\x10\x02\x12\x15\n\x11GRADER_KIND_JUDGE\x10\x03\x12\x1d\n\x19GRADER_KIND_REASONING_GYM\x10\x04*h\n\tRoundKind\x12\x1a\n\x16ROUND_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10ROUND_KIND_SHORT\x10\x01\x12\x13\n\x0fROUND_KIND_LONG\x10\x02\x12\x14\n\x10ROUND_KIND_DRAIN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollpacker.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1294
-  _globals['_FINISHREASON']._serialized_end=1420
-  _globals['_VERDICT']._serialized_start=1423
-  _globals['_VERDICT']._serialized_end=1753
-  _globals['_GRADERKIND']._serialized_start=1756
-  _globals['_GRADERKIND']._serialized_end=1895
-  _globals['_ROUNDKIND']._serialized_start=1897
-  _globals['_ROUNDKIND']._serialized_end=2001
+  _globals['_FINISHREASON']._serialized_start=1397
+  _globals['_FINISHREASON']._serialized_end=1523
+  _globals['_VERDICT']._serialized_start=1526
+  _globals['_VERDICT']._serialized_end=1856
+  _globals['_GRADERKIND']._serialized_start=1859
+  _globals['_GRADERKIND']._serialized_end=1998
+  _globals['_ROUNDKIND']._serialized_start=2000
+  _globals['_ROUNDKIND']._serialized_end=2104
   _globals['_DRAW']._serialized_start=77
   _globals['_DRAW']._serialized_end=167
   _globals['_RESPONSE']._serialized_start=170
-  _globals['_RESPONSE']._serialized_end=438
-  _globals['_SEGMENT']._serialized_start=440
-  _globals['_SEGMENT']._serialized_end=503
-  _globals['_RESPONSETIMING']._serialized_start=506
-  _globals['_RESPONSETIMING']._serialized_end=650
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=652
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=776
-  _globals['_SCOREDRESPONSE']._serialized_start=779
-  _globals['_SCOREDRESPONSE']._serialized_end=1093
-  _globals['_PROMPTGROUP']._serialized_start=1096
-  _globals['_PROMPTGROUP']._serialized_end=1292
+  _globals['_RESPONSE']._serialized_end=474
+  _globals['_DRAFT']._serialized_start=476
+  _globals['_DRAFT']._serialized_end=541
+  _globals['_SEGMENT']._serialized_start=543
+  _globals['_SEGMENT']._serialized_end=606
+  _globals['_RESPONSETIMING']._serialized_start=609
+  _globals['_RESPONSETIMING']._serialized_end=753
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=755
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=879
+  _globals['_SCOREDRESPONSE']._serialized_start=882
+  _globals['_SCOREDRESPONSE']._serialized_end=1196
+  _globals['_PROMPTGROUP']._serialized_start=1199
+  _globals['_PROMPTGROUP']._serialized_end=1395
 # @@protoc_insertion_point(module_scope)

@@ -230,6 +230,7 @@ class Response(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     CARRIED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     NEAR_TIE_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     response_id: _builtins.str
     """"{run_id}:{epoch}:{prompt_id}:{index}"; the same after a retry, a move or a replay."""
     index: _builtins.int
@@ -244,6 +245,8 @@ class Response(_message.Message):
     """Leading tokens that were not decoded but taken over: a moved prefix, or an accepted draft."""
     near_tie_count: _builtins.int
     """Near-ties met while sampling: positions whose two best perturbed scores were closer than 1e-4."""
+    accepted_draft_token_count: _builtins.int
+    """Of the carried tokens, those of a draft: confirmed by the weights of this response."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What was sampled, the stop token included. Never text that is encoded again."""
@@ -273,14 +276,47 @@ class Response(_message.Message):
         segments: _abc.Iterable[Global___Segment] | None = ...,
         carried_token_count: _builtins.int = ...,
         near_tie_count: _builtins.int = ...,
+        accepted_draft_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried_token_count", b"carried_token_count", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "response_id", b"response_id", "seed", b"seed", "segments", b"segments", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "carried_token_count", b"carried_token_count", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "response_id", b"response_id", "seed", b"seed", "segments", b"segments", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Response: _TypeAlias = Response  # noqa: Y015
+
+@_typing.final
+class Draft(_message.Message):
+    """What a response held under other weights: a guess at what it holds now, never trained as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Place in the group, from 0."""
+    weight_version: _builtins.int
+    """Weights that sampled them; tells the age of the guess, decides nothing."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """From the first token on."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):

@@ -1,4 +1,7 @@
-"""Starts a rollout replica: `python -m services.rollout`. SIGTERM ends it."""
+"""Starts a rollout replica: `python -m services.rollout`.
+
+SIGTERM ends it; the responses that still run are handed back and go on elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,9 @@ async def run(settings: RolloutServiceSettings) -> None:
     async def watch() -> None:
         await watch_engine(engine, server)
 
+    background = [watch, heartbeat, servicer.hand_back_at_the_end]
     try:
-        await serve(server, address_file=settings.address_file, background=[watch, heartbeat])
+        await serve(server, address_file=settings.address_file, background=background)
     finally:
         await engine.close()
 

@@ -13,8 +13,8 @@ elsewhere (a thread, a child process), but results arrive on that loop.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -56,6 +56,9 @@ class GenerationRequest:
     carried_token_ids: tuple[int, ...] = ()
     carried_logprobs: tuple[float, ...] = ()
     carried_near_ties: int = 0
+    # A guess at the tokens behind the carried ones. The engine takes over the longest prefix that
+    # these weights sample too; the result is the same without it. An engine may ignore it.
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,12 @@ class GenerationResult:
     token_ids: tuple[int, ...]  # carried tokens included
     logprobs: tuple[float, ...]
     finish_reason: FinishReason  # INTERRUPTED when aborted
-    carried_token_count: int
+    carried_token_count: int  # not decoded here: the carried ones and those of an accepted draft
     near_tie_count: int  # carried ones included
     slot: int  # -1 if it never ran
     start_time: float  # seconds since the Unix epoch
     end_time: float
+    accepted_draft_tokens: int = 0  # of the carried tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class GenerationProgress:
 
     longest_response_tokens: int
     total_response_tokens: int
+    carried_response_tokens: int = 0  # of the total: taken over instead of decoded
+    # By request, what running responses gained since the last progress (at first: carried tokens
+    # too). Together they are the draft that is left when a call is cancelled. May be left out.
+    new_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -3,7 +3,7 @@
 The service knows one spec in force, or none. GenerateGroup runs only against the spec in force;
 ApplyEngineSpec changes it: refuse new groups, abort the running ones, load, then take groups
 again. Applying goes on when its caller gives up, so that spec and engine never disagree; after an
-error the previous spec is in force again.
+error the previous spec is in force again. Aborted groups end with their prefixes (INTERRUPTED).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                     if isinstance(event, GenerationResult):
                         yield call.finished(event, self._replica_id)
                     else:
-                        yield translate.progress(event)
+                        yield call.progress(event)
         except EngineError as error:
             raise _service_error(error) from error
         finally:
@@ -100,6 +100,20 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             engine_kind=self._engine.kind,
             replays_by_seed=self._engine.replays_by_seed,
         )
+
+    async def hand_back(self) -> None:
+        """Take no more groups and end the running ones: each open response is sent as
+        INTERRUPTED, to go on elsewhere. For a service that ends. Repeat: no effect."""
+        async with self._applying:
+            self._spec = dataclasses.replace(self._spec, resident=False)
+            await self._engine.abort(tuple(self._running))
+
+    async def hand_back_at_the_end(self) -> None:
+        """Wait until cancelled; then `hand_back`. A background task of `serve`."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.hand_back()
 
     async def _apply(self, spec: EngineSpec, fence: int) -> EngineSpec:
         """Bring the engine to `spec`; returns the spec in force. One at a time."""
@@ -162,6 +176,7 @@ _FIELDS = {
     "temperature": "sampling.temperature",
     "carried_token_ids": "resume_from.token_ids",
     "carried_logprobs": "resume_from.logprobs",
+    "draft_token_ids": "drafts.token_ids",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollpacker import types, wire
@@ -27,6 +27,7 @@ class GroupCall:
     progress_interval_tokens: int
     indices: tuple[int, ...]
     requests: tuple[GenerationRequest, ...]  # one per index
+    resumed: Mapping[int, types.Response]  # what was sampled elsewhere, by index
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -34,7 +35,9 @@ class GroupCall:
 
     def finished(self, result: GenerationResult, replica_id: str) -> pb.GenerateGroupResponse:
         """The message for a response that ended."""
-        index = self.indices[self.request_ids.index(result.request_id)]
+        index = self._index(result.request_id)
+        before = self.resumed.get(index)
+        accepted = result.accepted_draft_tokens
         response = types.Response(
             response_id=types.response_id(self.run_id, self.draw.id, index),
             index=index,
@@ -46,6 +49,8 @@ class GroupCall:
             segments=(types.Segment(types.ASSISTANT, len(result.token_ids), trainable=True),),
             carried_token_count=result.carried_token_count,
             near_tie_count=result.near_tie_count,
+            accepted_draft_token_count=accepted
+            + (before.accepted_draft_token_count if before else 0),
         )
         timing = types.ResponseTiming(result.start_time, result.end_time, result.slot, replica_id)
         return pb.GenerateGroupResponse(
@@ -54,15 +59,22 @@ class GroupCall:
             )
         )
 
-
-def progress(event: GenerationProgress) -> pb.GenerateGroupResponse:
-    """The message for progress."""
-    return pb.GenerateGroupResponse(
-        progress=pb.GroupProgress(
-            longest_response_tokens=event.longest_response_tokens,
-            total_response_tokens=event.total_response_tokens,
+    def progress(self, event: GenerationProgress) -> pb.GenerateGroupResponse:
+        """The message for progress."""
+        return pb.GenerateGroupResponse(
+            progress=pb.GroupProgress(
+                longest_response_tokens=event.longest_response_tokens,
+                total_response_tokens=event.total_response_tokens,
+                carried_response_tokens=event.carried_response_tokens,
+                new_tokens=[
+                    pb.NewTokens(index=self._index(name), token_ids=token_ids)
+                    for name, token_ids in event.new_token_ids.items()
+                ],
+            )
         )
-    )
+
+    def _index(self, request_id: str) -> int:
+        return self.indices[self.request_ids.index(request_id)]
 
 
 def group_call(request: pb.GenerateGroupRequest, call_number: int) -> GroupCall:
@@ -82,6 +94,7 @@ def group_call(request: pb.GenerateGroupRequest, call_number: int) -> GroupCall:
         )
     indices = _indices(request.indices, len(draw.seeds))
     carried = _carried(request, draw, sampling, indices)
+    drafts = _drafts(request, indices, carried)
     prompt, stops = tuple(request.prompt_token_ids), frozenset(sampling.stop_token_ids)
     requests = []
     for index in indices:
@@ -97,6 +110,7 @@ def group_call(request: pb.GenerateGroupRequest, call_number: int) -> GroupCall:
                 carried_token_ids=prefix.token_ids if prefix else (),
                 carried_logprobs=prefix.logprobs if prefix else (),
                 carried_near_ties=prefix.near_tie_count if prefix else 0,
+                draft_token_ids=drafts.get(index, ()),
             )
         )
     return GroupCall(
@@ -106,6 +120,7 @@ def group_call(request: pb.GenerateGroupRequest, call_number: int) -> GroupCall:
         progress_interval_tokens=request.progress_interval_tokens or _DEFAULT_PROGRESS_INTERVAL,
         indices=indices,
         requests=tuple(requests),
+        resumed=carried,
     )
 
 
@@ -178,6 +193,27 @@ def _carried(
             raise _invalid(f"{name}.token_ids", "hold a stop token: it has ended")
         carried[response.index] = response
     return carried
+
+
+def _drafts(
+    request: pb.GenerateGroupRequest,
+    indices: Sequence[int],
+    carried: Mapping[int, types.Response],
+) -> dict[int, tuple[int, ...]]:
+    """The guesses that are to be checked, by index."""
+    drafts: dict[int, tuple[int, ...]] = {}
+    for place, message in enumerate(request.drafts):
+        draft = wire.draft_from_proto(message)
+        if draft.index not in indices or draft.index in drafts:
+            raise _invalid(
+                f"drafts[{place}].index", f"{draft.index} is not asked for, or has two drafts"
+            )
+        if draft.index in carried:
+            raise _invalid(
+                f"drafts[{place}].index", f"{draft.index} is in resume_from too; send one of them"
+            )
+        drafts[draft.index] = draft.token_ids
+    return drafts
 
 
 def _interrupted(message: types_pb2.Response, name: str) -> types.Response:

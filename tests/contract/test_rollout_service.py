@@ -34,6 +34,7 @@ class Service:
     server: RpcServer
     engine: TorchEngine
     root: Path
+    servicer: RolloutServicer
 
     async def apply(self, weight_version: int = 0, *, fence: int = 1, **changes):
         spec = {
@@ -124,7 +125,7 @@ async def running_service(root: Path, **settings):
     channel = client.open_channel(server.address)
     stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
     try:
-        yield Service(stub, channel, server, engine, root)
+        yield Service(stub, channel, server, engine, root, servicer)
     finally:
         await channel.close()
         await server.stop()
@@ -200,6 +201,61 @@ async def test_a_resumed_response_goes_on_exactly(service):
     assert resumed.carried_token_count == 4
     assert resumed.token_ids == whole.token_ids
     assert resumed.finish_reason == whole.finish_reason
+
+
+async def test_a_draft_changes_the_time_of_a_response_but_not_the_response(service):
+    await service.apply(0)
+    of_zero = await service.generate()
+    await service.apply(1)
+    fresh = await service.generate(weight_version=1)
+    drafts = [types_pb2.Draft(index=i, token_ids=r.token_ids) for i, r in of_zero.items()]
+    drafted = await service.generate(weight_version=1, drafts=drafts)
+    again = await service.generate(
+        weight_version=1,
+        drafts=[types_pb2.Draft(index=i, token_ids=r.token_ids) for i, r in fresh.items()],
+    )
+    for index, expected in fresh.items():
+        for response in (drafted[index], again[index]):
+            assert list(response.token_ids) == list(expected.token_ids)
+            assert response.logprobs == pytest.approx(list(expected.logprobs), abs=1e-6)
+            assert response.accepted_draft_token_count == response.carried_token_count
+        assert again[index].carried_token_count == len(expected.token_ids)
+
+
+async def test_progress_carries_the_tokens_that_a_cancelled_group_leaves_behind(service):
+    await service.apply()
+    told: dict[int, list[int]] = {index: [] for index in range(4)}
+    finished = {}
+    async for message in service.stream(**endless(cap=50, progress_interval_tokens=10)):
+        if message.HasField("progress"):
+            for new in message.progress.new_tokens:
+                told[new.index] += new.token_ids
+        else:
+            finished[message.finished.response.index] = list(message.finished.response.token_ids)
+    assert {index: tokens[:40] for index, tokens in finished.items()} == told
+
+
+async def test_a_service_that_ends_hands_back_prefixes_that_go_on_elsewhere(service, weights_root):
+    await service.apply()
+    stream = service.stream(**endless(progress_interval_tokens=1))
+    await anext(stream)
+    ending = asyncio.create_task(service.servicer.hand_back_at_the_end())
+    await asyncio.sleep(0)
+    ending.cancel()
+    prefixes = [m.finished.response async for m in stream if m.HasField("finished")]
+    assert {r.finish_reason for r in prefixes} == {types_pb2.FINISH_REASON_INTERRUPTED}
+    with pytest.raises(errors.FailedPreconditionError, match="serves nothing"):
+        await service.generate()
+    async with running_service(weights_root) as other:
+        await other.apply()
+        cap = max(len(prefix.token_ids) for prefix in prefixes) + 20
+        expected = await other.generate(**endless(cap))
+        resumed = await other.generate(**endless(cap), resume_from=prefixes)
+    for prefix in prefixes:
+        response = resumed[prefix.index]
+        assert response.carried_token_count == len(prefix.token_ids) > 0
+        assert list(response.token_ids) == list(expected[prefix.index].token_ids)
+        assert response.logprobs == pytest.approx(list(expected[prefix.index].logprobs), abs=1e-6)
 
 
 async def test_the_engine_reports_its_spec_and_kind(service):
@@ -414,6 +470,19 @@ def interrupted(**changes) -> types_pb2.Response:
             {"resume_from": [interrupted()], "sampling": sampling(max_response_tokens=2)},
         ),
         ("resume_from.token_ids", {"resume_from": [interrupted(token_ids=[5, VOCABULARY])]}),
+        ("drafts[0].index", {"drafts": [types_pb2.Draft(index=4)]}),
+        ("drafts[1].index", {"drafts": [types_pb2.Draft(index=1)] * 2}),
+        (
+            "drafts[0].index",
+            {
+                "resume_from": [interrupted()],
+                "drafts": [types_pb2.Draft(index=interrupted().index)],
+            },
+        ),
+        (
+            "drafts.token_ids",
+            {"drafts": [types_pb2.Draft(index=1, token_ids=[VOCABULARY])]},
+        ),
     ],
 )
 async def test_a_wrong_field_of_a_group_is_named(service, field, changes):

@@ -44,6 +44,7 @@ def _scored(draw: st.DrawFn, index: int) -> ScoredResponse:
             segments=(Segment("tool", 0, False), Segment("assistant", len(tokens), True)),
             carried_token_count=draw(st.integers(0, 9)),
             near_tie_count=draw(st.integers(0, 9)),
+            accepted_draft_token_count=draw(st.integers(0, 9)),
         ),
         reward=draw(st.none() | st.floats(-1, 1)),
         advantage=draw(st.floats(-9, 9)),

@@ -309,10 +309,33 @@ async def test_progress_tells_the_longest_and_the_total(make_engine):
     fresh = request(2, stop_token_ids=ENDLESS)
     events = [event async for event in engine.generate([moved, fresh], 10)]
     progress = [event for event in events if isinstance(event, GenerationProgress)]
-    assert progress[0] == GenerationProgress(26, 27)
-    assert progress[1] == GenerationProgress(36, 47)
+    assert [event.total_response_tokens for event in progress[:2]] == [27, 47]
+    assert {event.carried_response_tokens for event in progress} == {25}
     longest = [event.longest_response_tokens for event in progress]
-    assert longest == [26, 36, 46, 56]
+    assert longest == [26, 36, 46, 56, 60, 60]
+
+
+async def test_progress_tells_every_token_of_a_running_response_once(make_engine):
+    """Also where responses are preempted, come from elsewhere, or have not started yet."""
+    whole = await run(await make_engine(), seeded(6, stop_token_ids=ENDLESS))
+    engine = await make_engine(kv_budget_tokens=150)
+    cut = 25
+    first = request(
+        1,
+        stop_token_ids=ENDLESS,
+        carried_token_ids=whole["r1"].token_ids[:cut],
+        carried_logprobs=whole["r1"].logprobs[:cut],
+    )
+    drafted = request(2, stop_token_ids=ENDLESS, draft_token_ids=whole["r2"].token_ids[:30])
+    told: dict[str, tuple[int, ...]] = {f"r{seed}": () for seed in range(1, 7)}
+    requests = [first, drafted, *seeded(6, stop_token_ids=ENDLESS)[2:]]
+    async for event in engine.generate(requests, 7):
+        if isinstance(event, GenerationProgress):
+            for name, tokens in event.new_token_ids.items():
+                told[name] += tokens
+                assert told[name] == whole[name].token_ids[: len(told[name])]
+    assert engine.stats().preemption_count > 0
+    assert all(len(tokens) >= 60 - 7 for tokens in told.values())
 
 
 async def test_swapped_weights_give_what_a_fresh_engine_gives(make_engine, other_directory):

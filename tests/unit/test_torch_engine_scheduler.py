@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engine import GenerationRequest
-from services.rollout.torch_engine.scheduler import Group, ResponseState, Scheduler
+from services.rollout.torch_engine.responses import Group, ResponseState
+from services.rollout.torch_engine.scheduler import Scheduler
 
 BUDGET = 200
 SLOTS = 4

@@ -85,6 +85,7 @@ def _light(scored: ScoredResponse) -> dict[str, Any]:
         "token_count": len(response.token_ids),
         "carried_token_count": response.carried_token_count,
         "near_tie_count": response.near_tie_count,
+        "accepted_draft_token_count": response.accepted_draft_token_count,
         "segments": [[s.role, s.token_count, s.trainable] for s in response.segments],
         "timing": timing
         and {
@@ -139,6 +140,7 @@ def _scored(row: Mapping[str, Any]) -> ScoredResponse:
             segments=tuple(Segment(*segment) for segment in row["segments"]),
             carried_token_count=row["carried_token_count"],
             near_tie_count=row["near_tie_count"],
+            accepted_draft_token_count=row.get("accepted_draft_token_count", 0),
         ),
         reward=row["reward"],
         advantage=row["advantage"],

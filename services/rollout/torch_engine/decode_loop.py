@@ -5,7 +5,8 @@
 
 The scheduler decides, the runner computes, the loop carries responses between them. The prefix
 of a group is computed once and copied; a response that starts later copies it from a sibling's
-row while one is there.
+row while one is there. A draft is checked at admission, in one pass; a response that ends with it
+never decodes.
 
 Events that can be foreseen (a response reaches its cap, a group is due for progress) stand in a
 calendar by step number; so a step's own Python work does not grow with the number of responses.
@@ -30,8 +31,9 @@ from services.rollout.engine import (
     InvalidRequestError,
 )
 from services.rollout.torch_engine.decoder_config import read_config
-from services.rollout.torch_engine.model_runner import ModelRunner, Prefill
-from services.rollout.torch_engine.scheduler import Event, Group, ResponseState, Scheduler
+from services.rollout.torch_engine.model_runner import DraftCheck, ModelRunner, Prefill
+from services.rollout.torch_engine.responses import Event, Group, ResponseState, useful_draft
+from services.rollout.torch_engine.scheduler import Scheduler
 from services.rollout.torch_engine.slot_table import SlotInput
 
 
@@ -106,6 +108,7 @@ class DecodeLoop:
                 token_ids=list(request.carried_token_ids),
                 logprobs=list(request.carried_logprobs),
                 near_ties=request.carried_near_ties,
+                draft=useful_draft(request),
             )
             self._arrivals += 1
             group.responses.append(response)
@@ -136,7 +139,7 @@ class DecodeLoop:
         if plan.admitted:
             self._admit(plan.admitted)
         if self._runner is None or not self._scheduler.running_count:
-            return False
+            return bool(plan.admitted)  # their drafts ended them: others may wait
         stopped = self._runner.decode()
         self._generated_tokens += self._scheduler.running_count
         self._scheduler.advance()
@@ -166,14 +169,49 @@ class DecodeLoop:
 
     def _admit(self, admitted: Sequence[ResponseState]) -> None:
         assert self._runner is not None
-        self._runner.start(self._prefills(admitted), [_slot_input(each) for each in admitted])
         step, now = self._scheduler.step, time.time()
         for response in admitted:
-            self._caps[step + response.room].append(response)
             response.start_time = response.start_time or now
-            if not response.group.check_pending:
-                response.group.check_pending = True
-                self._checks[step + 1].append(response.group)
+        fresh = [response for response in admitted if not response.draft]
+        self._check_drafts([response for response in admitted if response.draft])
+        started = [response for response in admitted if response.running]
+        if not started:
+            return
+        self._runner.start(self._prefills(fresh), [_slot_input(each) for each in started])
+        for response in started:
+            self._caps[step + response.room].append(response)
+            group = response.group
+            if group.reported_step < 0:
+                group.reported_step = step
+            if not group.check_pending:
+                group.check_pending = True
+                self._checks[step + 1].append(group)
+
+    def _check_drafts(self, drafted: Sequence[ResponseState]) -> None:
+        """Take over what the weights confirm; end the responses that end with it."""
+        assert self._runner is not None
+        reasons = [response.end_of_draft for response in drafted]
+        logs = self._runner.verify(
+            [
+                DraftCheck(
+                    slot=response.slot,
+                    prefix=response.sequence,
+                    draft=response.draft,
+                    seed=response.request.seed,
+                    temperature=response.request.temperature,
+                    is_whole=reason is not None,
+                )
+                for response, reason in zip(drafted, reasons, strict=True)
+            ]
+        )
+        for response, reason, log in zip(drafted, reasons, logs, strict=True):
+            is_whole = len(log.token_ids) == len(response.draft)
+            self._scheduler.drop_draft(response, log.token_ids)
+            response.logprobs += log.logprobs
+            response.near_ties += log.near_ties
+            if is_whole and reason is not None:
+                self._scheduler.leave(response)
+                self._end(response, reason)
 
     def _prefills(self, admitted: Sequence[ResponseState]) -> list[Prefill]:
         """What to compute: the fresh responses of a group share one prefill."""
@@ -233,11 +271,12 @@ class DecodeLoop:
             token_ids=tuple(response.token_ids),
             logprobs=tuple(response.logprobs),
             finish_reason=reason,
-            carried_token_count=len(response.request.carried_token_ids),
+            carried_token_count=response.carried_tokens,
             near_tie_count=response.near_ties,
             slot=response.slot,
             start_time=response.start_time or now,
             end_time=now,
+            accepted_draft_tokens=response.accepted_tokens,
         )
         response.group.emit(result)
         return result
@@ -246,15 +285,48 @@ class DecodeLoop:
         step = self._scheduler.step
         for group in self._checks.pop(step, ()):
             group.check_pending = False
-            counts = [response.response_tokens(step) for response in group.responses]
-            longest = max(counts)
-            if longest - group.reported_tokens >= group.progress_interval:
-                group.reported_tokens = longest
-                group.emit(GenerationProgress(longest, sum(counts)))
-            if any(response.running for response in group.responses):
-                due = group.progress_interval - (longest - group.reported_tokens)
-                group.check_pending = True
-                self._checks[step + due].append(group)
+            if not any(response.running for response in group.responses):
+                continue
+            longest = max(response.response_tokens(step) for response in group.responses)
+            gained = max(longest - group.reported_tokens, step - group.reported_step)
+            if gained >= group.progress_interval:
+                group.reported_tokens, group.reported_step, gained = longest, step, 0
+                group.emit(self._progress(group, longest))
+            group.check_pending = True
+            self._checks[step + group.progress_interval - gained].append(group)
+
+    def _progress(self, group: Group, longest: int) -> GenerationProgress:
+        step = self._scheduler.step
+        return GenerationProgress(
+            longest_response_tokens=longest,
+            total_response_tokens=sum(each.response_tokens(step) for each in group.responses),
+            carried_response_tokens=sum(each.carried_tokens for each in group.responses),
+            new_token_ids=self._untold_tokens(group),
+        )
+
+    def _untold_tokens(self, group: Group) -> dict[str, tuple[int, ...]]:
+        """What the open responses of a group gained since the last progress; now it is told."""
+        assert self._runner is not None
+        step = self._scheduler.step
+        running = [response for response in group.responses if response.running]
+        start = min((response.untold_from for response in running), default=0)
+        end = max((response.sampled(step) for response in running), default=0)
+        slots = [response.slot for response in running]
+        rows = self._runner.sampled_tokens(slots, start, end) if running else []
+        sampled = dict(zip(slots, rows, strict=True))
+        found = {}
+        for response in group.responses:
+            name = response.request.request_id
+            if name not in self._responses:
+                continue
+            tokens = response.token_ids[response.told_tokens :]
+            if response.running:
+                row = sampled[response.slot]
+                tokens += row[response.untold_from - start : response.sampled(step) - start]
+            if tokens:
+                found[name] = tuple(tokens)
+                response.told_tokens += len(tokens)
+        return found
 
 
 def _slot_input(response: ResponseState) -> SlotInput:

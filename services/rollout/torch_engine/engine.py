@@ -150,6 +150,7 @@ class TorchEngine:
         for name, token_ids in (
             ("prompt_token_ids", request.prompt_token_ids),
             ("carried_token_ids", request.carried_token_ids),
+            ("draft_token_ids", request.draft_token_ids),
         ):
             if context and not all(0 <= token < vocabulary for token in token_ids):
                 raise InvalidRequestError(name, f"a token is not in 0..{vocabulary - 1}")

@@ -9,72 +9,19 @@ KV cache, and the oldest one always gets to its end: nobody starves and nothing 
 
 A response holds as many KV tokens as its prompt and response have; each step adds one to each.
 Because every running response grows by one token per step, lengths are known without asking the
-device: a response has `length_at_admission + steps since`. Nothing here touches a tensor.
+device: a response has `length_at_admission + steps since`. A draft counts in full until it is
+checked, right after its admission. Nothing here touches a tensor.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from services.rollout.engine import GenerationProgress, GenerationRequest, GenerationResult
+from services.rollout.torch_engine.responses import ResponseState
 
 _GROWTH_RESERVE = 16  # tokens per running response that admission leaves free, against thrashing
-
-Event = GenerationResult | GenerationProgress
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """The responses of one `generate` call."""
-
-    emit: Callable[[Event], None]
-    progress_interval: int
-    responses: list[ResponseState] = field(default_factory=list)
-    reported_tokens: int = 0  # longest response at the last progress
-    check_pending: bool = False  # a progress check stands in the calendar
-
-
-@dataclass(slots=True, eq=False)
-class ResponseState:
-    """One response on its way. `token_ids` are those known on the host, up to its admission."""
-
-    request: GenerationRequest
-    group: Group
-    arrival: int
-    token_ids: list[int]
-    logprobs: list[float]
-    near_ties: int
-    slot: int = -1  # kept after the response has left it
-    running: bool = False
-    admitted_step: int = 0
-    start_time: float = 0.0
-
-    def __lt__(self, other: ResponseState) -> bool:
-        return self.arrival < other.arrival
-
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        """Prompt and response tokens known on the host."""
-        return (*self.request.prompt_token_ids, *self.token_ids)
-
-    @property
-    def room(self) -> int:
-        """Tokens below the cap at its last admission."""
-        return self.request.max_response_tokens - len(self.token_ids)
-
-    def sampled(self, step: int) -> int:
-        """Tokens sampled since the last admission."""
-        return step - self.admitted_step if self.running else 0
-
-    def response_tokens(self, step: int) -> int:
-        """Tokens of the response so far."""
-        return len(self.token_ids) + self.sampled(step)
-
-    def held_tokens(self, step: int) -> int:
-        """KV tokens that it needs once the coming step has run."""
-        return len(self.request.prompt_token_ids) + self.response_tokens(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +82,13 @@ class Scheduler:
         """A step has run: every running response has one token more."""
         self.step += 1
         self.held_tokens += len(self._running)
+
+    def drop_draft(self, response: ResponseState, accepted: Sequence[int]) -> None:
+        """The draft of a running response is checked: go on behind its accepted tokens."""
+        self.held_tokens += len(accepted) - len(response.draft)
+        response.token_ids += accepted
+        response.accepted_tokens = len(accepted)
+        response.draft = ()
 
     def leave(self, response: ResponseState) -> None:
         """Take a running response off its slot."""

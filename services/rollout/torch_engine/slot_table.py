@@ -1,4 +1,4 @@
-"""Per-slot state of the running responses, as tensors, and the sampling of one step.
+"""Per-slot state of the running responses, as tensors, and the log of what they sample.
 
 Nothing here loops over responses: a step gathers the rows of the active slots, samples, and
 writes them back. Tokens and logprobs are logged per slot since the admission; the host keeps what
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from rollpacker import sampling
+from services.rollout.torch_engine.sampler import Sampler
 
 # Columns of the integer table.
 _TOKEN, _POSITION, _COUNT, _SEED_STATE, _NEAR_TIES = range(5)
 _NO_TOKEN = -1
-_CPU_NOISE_CELLS = 1 << 16  # scores computed at a time: what the cache of a core holds
-_GPU_NOISE_CELLS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +47,15 @@ class SlotTable:
     """State of `slot_count` slots on one device; `dtype` is that of the logits."""
 
     def __init__(
-        self, slot_count: int, vocab_size: int, *, device: torch.device, dtype: torch.dtype
+        self, slot_count: int, sampler: Sampler, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._device = device
+        self._sampler = sampler
         self._integers = torch.zeros((slot_count, 5), dtype=torch.int64, device=device)
         self._temperature = torch.ones((slot_count, 1), dtype=dtype, device=device)
         self._stops = torch.full((slot_count, 1), _NO_TOKEN, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((slot_count, 0), dtype=torch.int32, device=device)
         self._logprobs = torch.zeros((slot_count, 0), dtype=dtype, device=device)
-        self._vocabulary = torch.arange(vocab_size, device=device)
 
     def start(self, inputs: Sequence[SlotInput]) -> None:
         """Set these slots up; what they held before is gone."""
@@ -89,41 +88,17 @@ class SlotTable:
         Returns [n] bool: the token is one of the slot's stop tokens.
         """
         rows = self._integers[order]
-        logprobs = torch.log_softmax(logits / self._temperature[order], dim=-1)
-        best, tokens, second = self._best_two(rows, logprobs)
-        near_ties = best - second < sampling.NEAR_TIE
-        counts = rows[:, _COUNT]
-        self._tokens[order, counts] = tokens.int()
-        self._logprobs[order, counts] = logprobs.gather(1, tokens[:, None])[:, 0].clamp_(max=0)
-        rows[:, _TOKEN] = tokens
-        rows[:, _POSITION : _COUNT + 1] += 1
-        rows[:, _NEAR_TIES] += near_ties
-        self._integers[order] = rows
-        stopped: Tensor = (self._stops[order] == tokens[:, None]).any(dim=-1)
-        return stopped
-
-    def _best_two(self, rows: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Best perturbed score, its token, and the second best score, each [n].
-
-        A large vocabulary is taken in pieces, so that the noise stays in the processor's cache.
-        """
         state, position = rows[:, _SEED_STATE, None], rows[:, _POSITION, None]
-        cells = _CPU_NOISE_CELLS if self._device.type == "cpu" else _GPU_NOISE_CELLS
-        width = max(2, cells // len(rows))
-        values, tokens = [], []
-        for start in range(0, len(self._vocabulary), width):
-            ids, part = self._vocabulary[start : start + width], logprobs[:, start : start + width]
-            bits = sampling.noise_bits(state, position, ids)
-            scores = sampling.gumbel(bits, torch).add_(part)
-            best = scores.topk(min(2, len(ids)), dim=-1)
-            values.append(best.values)
-            tokens.append(ids[best.indices])
-        if len(values) == 1 and len(self._vocabulary) > 1:
-            return values[0][:, 0], tokens[0][:, 0], values[0][:, 1]
-        values.append(torch.full_like(values[0][:, :1], float("-inf")))  # for a single token
-        best = torch.cat(values, dim=1).topk(2, dim=-1)
-        token = torch.cat(tokens, dim=1).gather(1, best.indices[:, :1])
-        return best.values[:, 0], token[:, 0], best.values[:, 1]
+        sampled = self._sampler.sample(logits, self._temperature[order], state, position)
+        counts = rows[:, _COUNT]
+        self._tokens[order, counts] = sampled.tokens.int()
+        self._logprobs[order, counts] = sampled.logprobs
+        rows[:, _TOKEN] = sampled.tokens
+        rows[:, _POSITION : _COUNT + 1] += 1
+        rows[:, _NEAR_TIES] += sampled.near_ties
+        self._integers[order] = rows
+        stopped: Tensor = (self._stops[order] == sampled.tokens[:, None]).any(dim=-1)
+        return stopped
 
     def logs(self, slots: Sequence[int]) -> list[SlotLog]:
         """What these slots have sampled so far."""
@@ -140,6 +115,15 @@ class SlotTable:
             )
             for place, row in enumerate(integers)
         ]
+
+    def tokens(self, slots: Sequence[int], start: int, end: int) -> list[list[int]]:
+        """What these slots sampled from place `start` to `end` since their admission.
+
+        Behind a slot's own count the values are leftovers.
+        """
+        index = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        found: list[list[int]] = self._tokens[index, start:end].tolist()
+        return found
 
     def _widen(self, tokens: int, stops: int) -> None:
         """Have room for so many tokens and stop tokens per slot."""
