@@ -42,6 +42,11 @@ class Race(Protocol):
         """Entrants that have become certain losers since the last call, in launch order."""
         ...
 
+    @property
+    def deciding_tokens(self) -> int | None:
+        """Running entrants with more tokens than this have lost; None while nothing is decided."""
+        ...
+
 
 class TokenRace:
     """See the top of the file."""
@@ -104,6 +109,11 @@ class TokenRace:
         self._new_losers = []
         return losers
 
+    @property
+    def deciding_tokens(self) -> int | None:
+        last = self._last_place()
+        return None if last is None else last[0]
+
     def _rank(self, draw: DrawId) -> _Rank:
         return (self._bounds[draw], self._order[draw])
 
@@ -159,6 +169,10 @@ class ArrivalRace:
     def take_losers(self) -> list[DrawId]:
         losers, self._losers = self._losers, []
         return losers
+
+    @property
+    def deciding_tokens(self) -> int | None:
+        return None
 
     def _close_if_full(self) -> None:
         if self._free_places <= 0:

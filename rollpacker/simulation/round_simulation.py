@@ -1,0 +1,347 @@
+"""One round: a `Round` and the models, joined by one queue of timed events.
+
+    replicas --Reached--> ResponseFinished, ProgressReported --+
+    reward model ------> ResponseScored ----------------------+--> Round.handle --> commands
+    replicas <---- LaunchGroup, AbortGroup;  reward <---- ScoreResponse;  trainer <---- EmitGroup
+
+Progress is told when it can decide something, never token by token: a race in tokens can only turn
+once the P0-th key stands, so from then on every running group is marked at that many tokens and is
+reported when it gets there. Before groups are let go, their tokens are reported, so that what the
+round counts as generated is what the replicas decoded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollpacker.policy.commands import (
+    AbortGroup,
+    Command,
+    EmitGroup,
+    FinishRound,
+    LaunchGroup,
+    ScoreResponse,
+)
+from rollpacker.policy.events import (
+    Event,
+    ProgressReported,
+    ReplicaJoined,
+    ReplicaLost,
+    ResponseFinished,
+    ResponseScored,
+)
+from rollpacker.policy.round import Round
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
+from rollpacker.simulation.reward_model import RewardModel
+from rollpacker.simulation.trainer_model import TrainerModel
+from rollpacker.types import Draw, DrawId
+
+
+class SimulationError(RuntimeError):
+    """The models and the round wait for each other: a bug of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launchable:
+    """What the models know of a draw and the policy does not."""
+
+    lengths: Sequence[int]  # tokens at which each response ends
+    carried: Sequence[int] = ()  # draft tokens that the engine accepts, per response
+    task: str = "math"
+    prompt: int = 0  # number of the prompt, for the anchors of time limits
+    prompt_tokens: int = 200
+
+
+ReleaseRule = Callable[["RoundSimulation"], int]  # how many replicas to release now
+
+
+@dataclass(slots=True)
+class RoundTrace:
+    """What happened in a round; times in seconds on the virtual clock."""
+
+    start: float
+    end: float = 0.0  # FinishRound: all that is kept has been emitted
+    finish: FinishRound | None = None
+    trained_tokens: int = 0
+    emitted: list[tuple[DrawId, tuple[int, ...]]] = field(default_factory=list)  # with lengths
+    spans: list[tuple[str, float, float, bool]] = field(default_factory=list)  # replica, kept
+    commands: int = 0
+
+
+class RoundSimulation:
+    """See the top of the file. Use once."""
+
+    def __init__(
+        self,
+        round_: Round,
+        rules: TailBatchingRules,
+        planned: RoundPlan,
+        draws: Sequence[Draw],
+        launchables: Mapping[DrawId, Launchable],
+        replicas: Sequence[ReplicaModel],
+        reward: RewardModel | None,
+        trainer: TrainerModel,
+        start: float,
+        response_capacity: int,
+        release_rule: ReleaseRule | None = None,
+    ) -> None:
+        self.round = round_
+        self.rules = rules
+        self.plan = planned
+        self.replicas = {replica.replica_id: replica for replica in replicas}
+        self.trace = RoundTrace(start)
+        self.now = start
+        self.finished_responses = 0
+        self.launched_responses = len(draws) * planned.response_count
+        self._launchables = launchables
+        self._reward = reward
+        self._trainer = trainer
+        self._capacity = response_capacity
+        self._release_rule = release_rule
+        self._finished: dict[DrawId, dict[int, int]] = {}
+        self._where: dict[DrawId, str] = {}  # running groups -> replica
+        self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
+        self._launch_finished: dict[DrawId, int] = {}  # tokens of responses of this launch
+        self._told: dict[DrawId, int] = {}  # longest response, as last reported
+        self._complete = 0
+        self._threshold: int | None = None
+        self._queue: list[tuple[float, int, object]] = []
+        self._pushes = 0
+        self._versions = dict.fromkeys(self.replicas, 0)
+        self._dirty: set[str] = set()
+
+    def run(self) -> RoundTrace:
+        """To the end of the round. Raises SimulationError if nothing can happen any more."""
+        self._join()
+        self._schedule()
+        while not self.round.over:
+            if not self._queue:
+                raise SimulationError(f"the round hangs: {self.round.outstanding()}")
+            at, _, item = heapq.heappop(self._queue)
+            self.now = max(self.now, at)
+            if isinstance(item, ResponseScored):
+                self._tell(item)
+            else:
+                assert isinstance(item, tuple)
+                name, version = item
+                if self._versions.get(name) != version:
+                    continue
+                self._replica_event(name)
+            self._schedule()
+        return self.trace
+
+    def _join(self) -> None:
+        """One group each, then the rest to the roomiest: all replicas are there from the start."""
+        for capacity in (0, self._capacity):
+            for name in self.replicas:
+                self._tell(ReplicaJoined(self.now, name, capacity))
+
+    # --- replicas ---------------------------------------------------------------------------
+
+    def _replica_event(self, name: str) -> None:
+        replica = self.replicas[name]
+        self._dirty.add(name)
+        for reached in replica.run_to_event():
+            response = reached.response
+            if self._where.get(response.draw) != name:
+                continue  # let go by an earlier one of the same step
+            if reached.finished:
+                self._response_finished(reached)
+            else:
+                self._at_mark(response.draw, reached.tokens)
+        self._release()
+
+    def _response_finished(self, reached: Reached) -> None:
+        response = reached.response
+        draw = response.draw
+        finished = self._finished.setdefault(draw, {})
+        completes = len(finished) + 1 == self.rules.responses_per_prompt
+        if completes:
+            self._before_completion(draw, reached.tokens)
+        elif self._threshold is not None and reached.tokens >= self._threshold:
+            self._report(draw, just_finished=reached.tokens)
+            if draw not in self._where:
+                return
+        finished[response.index] = reached.tokens
+        self.finished_responses += 1
+        self._launch_finished[draw] = self._launch_finished.get(draw, 0) + reached.tokens
+        if completes:
+            self._complete += 1
+            if self.plan.response_count == len(finished):
+                del self._where[draw]
+        self._tell(ResponseFinished(self.now, draw, response.index, reached.tokens))
+        if completes and self._complete >= self.plan.keep:
+            self._mark_running()
+
+    def _before_completion(self, draw: DrawId, tokens: int) -> None:
+        """Tell the tokens of all that this completion may let go."""
+        if self._complete + 1 >= self.plan.keep:
+            key = max([tokens, *self._finished[draw].values()])
+            for other in [d for d in self._where if d != draw and self._may_lose(d, key)]:
+                self._report(other)
+        if self.plan.response_count > self.rules.responses_per_prompt:
+            self._report(draw, just_finished=tokens)
+
+    def _may_lose(self, draw: DrawId, key: int) -> bool:
+        """Whether the round may let go of a group, for what it knows of it, once `key` stands."""
+        if self.rules.race is RaceKind.ARRIVAL or self._threshold is None:
+            return True
+        known = max(self._finished.get(draw, {}).values(), default=0)
+        return max(known, self._told.get(draw, 0)) >= key
+
+    def _mark_running(self) -> None:
+        """The P0-th key stands or has come down: who is beyond it loses, the rest is marked."""
+        while (threshold := self.round.deciding_tokens) is not None and (
+            self._threshold is None or threshold < self._threshold
+        ):
+            self._threshold = threshold
+            for draw in list(self._where):
+                self._at_mark(draw, self._longest(draw))
+
+    def _at_mark(self, draw: DrawId, tokens: int) -> None:
+        threshold = self._threshold
+        if threshold is None or draw not in self._where:
+            return
+        if tokens >= threshold:
+            self._report(draw)
+        if draw in self._where:  # a tie may still win: one more token decides
+            replica = self.replicas[self._where[draw]]
+            replica.mark(draw, threshold if tokens < threshold else tokens + 1)
+            self._dirty.add(replica.replica_id)
+
+    def _longest(self, draw: DrawId) -> int:
+        replica = self.replicas[self._where[draw]]
+        replica.advance(self.now)
+        running = (replica.tokens_of(r) for r in replica.groups.get(draw, {}).values())
+        return max([*running, *self._finished.get(draw, {}).values()], default=0)
+
+    def _report(self, draw: DrawId, just_finished: int = 0) -> None:
+        longest = max(self._longest(draw), just_finished)
+        replica = self.replicas[self._where[draw]]
+        running = sum(replica.tokens_of(r) for r in replica.groups.get(draw, {}).values())
+        total = running + just_finished + self._launch_finished.get(draw, 0)
+        self._told[draw] = longest
+        self._tell(ProgressReported(self.now, draw, longest, total))
+
+    def _schedule(self) -> None:
+        """Put the next event of each replica that changed into the queue."""
+        for name in self._dirty:
+            if name not in self.replicas:
+                continue
+            self._versions[name] += 1
+            at = self.replicas[name].next_event_at()
+            if at != float("inf"):
+                self._push(at, (name, self._versions[name]))
+        self._dirty.clear()
+
+    def _push(self, at: float, item: object) -> None:
+        self._pushes += 1
+        heapq.heappush(self._queue, (at, self._pushes, item))
+
+    def _release(self) -> None:
+        """Hand replicas over to training; their groups move and keep their tokens."""
+        if self._release_rule is None or self.round.over:
+            return
+        count = self._release_rule(self)
+        if not count:
+            return
+        self._release_rule = None  # once per round
+        names = sorted(self.replicas)[-count:]
+        for name in names:
+            replica = self.replicas.pop(name)
+            del self._versions[name]
+            for draw in [d for d, place in self._where.items() if place == name]:
+                self._report_from(replica, draw)
+                del self._where[draw]
+                self._moved[draw] = replica.abort(self.now, draw)
+        total = len(self.replicas) + count
+        self._trainer.release(self.now, count / total)
+        for name in self.replicas:  # the work is the same, so is the room
+            self._tell(ReplicaJoined(self.now, name, self._capacity * total // len(self.replicas)))
+        for name in names:
+            self._tell(ReplicaLost(self.now, name))
+
+    def _report_from(self, replica: ReplicaModel, draw: DrawId) -> None:
+        responses = replica.groups.get(draw, {}).values()
+        tokens = [replica.tokens_of(response) for response in responses]
+        longest = max([*tokens, *self._finished.get(draw, {}).values()], default=0)
+        total = sum(tokens) + self._launch_finished.get(draw, 0)
+        self._tell(ProgressReported(self.now, draw, longest, total))
+
+    # --- commands ---------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        commands = self.round.handle(event)
+        if not commands:
+            return
+        self.trace.commands += len(commands)
+        scores: list[ScoreResponse] = []
+        for command in commands:
+            if isinstance(command, ScoreResponse):
+                scores.append(command)
+            else:
+                self._carry_out(command)
+        if scores:
+            self._score(scores)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case LaunchGroup():
+                self._launch(command)
+            case AbortGroup(draw):
+                self._abort(draw)
+            case EmitGroup(draw, indices, _):
+                lengths = tuple(self._finished[draw][index] for index in indices)
+                self.trace.emitted.append((draw, lengths))
+                self.trace.trained_tokens += sum(lengths)
+                self._trainer.receive(self.now, sum(lengths))
+            case FinishRound():
+                self.trace.finish = command
+                self.trace.end = self.now
+
+    def _launch(self, command: LaunchGroup) -> None:
+        draw = command.draw
+        known = self._launchables[draw]
+        moved = {response.index: response.tokens for response in self._moved.pop(draw, ())}
+        self._launch_finished[draw] = 0
+        self._where[draw] = command.replica_id
+        responses = [
+            RunningResponse(
+                draw,
+                index,
+                known.lengths[index],
+                known.prompt_tokens,
+                tokens=moved.get(index, known.carried[index] if known.carried else 0),
+            )
+            for index in command.indices
+        ]
+        replica = self.replicas[command.replica_id]
+        replica.launch(self.now, responses)
+        self._dirty.add(command.replica_id)
+        if self._threshold is not None:
+            replica.mark(draw, self._threshold)
+
+    def _abort(self, draw: DrawId) -> None:
+        name = self._where.pop(draw, None)
+        if name is not None:
+            self.replicas[name].abort(self.now, draw)
+            self._dirty.add(name)
+
+    def _score(self, commands: Sequence[ScoreResponse]) -> None:
+        items = [
+            (self._launchables[c.draw].prompt, self._launchables[c.draw].task) for c in commands
+        ]
+        if self._reward is None:
+            for command in commands:
+                self._push(self.now, ResponseScored(self.now, command.draw, command.index, 1.0))
+            return
+        if self.rules.streams:
+            scores = [self._reward.score(self.now, *item) for item in items]
+        else:
+            scores = self._reward.score_in_turn(self.now, items)
+        for command, score in zip(commands, scores, strict=True):
+            scored = ResponseScored(score.at, command.draw, command.index, score.reward)
+            self._push(score.at, scored)

@@ -1,0 +1,87 @@
+"""What is simulated: a model on a cluster, a workload, a mode and how fast the weights drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
+from rollpacker.simulation.parameters import ModelFacts
+from rollpacker.simulation.workload import (
+    MEASURED_ACCEPTANCE,
+    MEASURED_COUPLING,
+    WorkloadRules,
+    by_age,
+)
+
+
+def _one(age: int) -> float:  # noqa: ARG001  whatever the age
+    return 1.0
+
+
+def _zero(age: int) -> float:  # noqa: ARG001
+    return 0.0
+
+
+def _measured_coupling(age: int) -> float:
+    return by_age(MEASURED_COUPLING, age)
+
+
+def _measured_acceptance(age: int) -> float:
+    return by_age(MEASURED_ACCEPTANCE, age)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """What is left of a deferred response after `age` weight updates."""
+
+    coupling: Callable[[int], float] = _one  # correlation of its noise with the first launch
+    acceptance: Callable[[int], float] | None = None  # share of draft tokens kept; None: no drafts
+
+
+FROZEN = Drift()  # weights hardly move: a deferred response is the same again
+MEASURED = Drift(_measured_coupling)
+MEASURED_CARRY_OVER = Drift(_measured_coupling, _measured_acceptance)
+FRESH = Drift(_zero)
+
+
+def carried(share: float) -> Drift:
+    """The same response again, with a fixed share of its tokens carried over."""
+    return Drift(_one, lambda age: share)  # noqa: ARG005
+
+
+SYNCHRONOUS = TailBatchingRules(128, 8, race=RaceKind.TOKENS, streams=False)
+OVERLAP = TailBatchingRules(128, 8, race=RaceKind.TOKENS)
+PAPER = TailBatchingRules(128, 8, (1.25,), 1.25, race=RaceKind.ARRIVAL, keeps_seeds=False)
+
+
+def ladder(*factors: float, max_age: int = 32) -> TailBatchingRules:
+    """Mode `exact`: seeds kept, eta_R = 1, a race in tokens."""
+    return TailBatchingRules(128, 8, factors, max_deferral_age=max_age)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run."""
+
+    model: ModelFacts
+    workload: WorkloadRules
+    rules: TailBatchingRules
+    drift: Drift = field(default=FROZEN)
+    steps: int = 10  # prompts for so many steps are drawn; the queue is drained behind them
+    gpus: int = 0  # 0: the paper's for this model
+    tensor_parallel_size: int = 0  # 0: the paper's for this model
+    adaptive_timeouts: bool = True
+    scales_down: bool = False  # release replicas to training during a round
+    scores: bool = True  # False: rewards take no time (rollout only)
+    admission_responses: int = 0  # running responses per replica; 0: the engine's own limit
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs of the run."""
+        return self.gpus or self.model.gpus
+
+    @property
+    def replica_count(self) -> int:
+        """Rollout replicas of the run."""
+        return self.gpu_count // (self.tensor_parallel_size or self.model.tensor_parallel_size)

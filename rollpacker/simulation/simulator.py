@@ -1,0 +1,235 @@
+"""A run: plan, round, training, commit of the queue, until the data are drained.
+
+The loop is that of `services.coordinator.driver` with a virtual clock: the same `plan` on the same
+backlog, the same `Round`, the queue kept in the same order.
+
+    refit | rollout .......................... | reward tail | training (what is left) | update
+            rewards and released GPUs' training meanwhile, where the mode streams
+
+What never happens: a draw is trained twice, or left out; a time is taken from a real clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.round import Round
+from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
+from rollpacker.simulation.engine_model import ReplicaModel
+from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
+from rollpacker.simulation.parameters import Parameters
+from rollpacker.simulation.reward_model import RewardModel
+from rollpacker.simulation.round_simulation import (
+    Launchable,
+    ReleaseRule,
+    RoundSimulation,
+    RoundTrace,
+)
+from rollpacker.simulation.scenario import Scenario
+from rollpacker.simulation.trainer_model import TrainerModel
+from rollpacker.simulation.workload import RecordedWorkload, Workload
+from rollpacker.types import DeferredDraw, Draw, DrawId, RoundKind
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One step; seconds on the virtual clock."""
+
+    step: int
+    kind: RoundKind
+    level: int
+    refit_seconds: float
+    rollout_seconds: float  # until the last response that was needed
+    wait_seconds: float  # of these, after enough groups were complete to fill the step
+    scored_seconds: float  # from the start of the rollout until everything kept has its reward
+    reward_tail_seconds: float  # behind it
+    train_seconds: float  # exposed: what is not hidden behind the rollout
+    step_seconds: float
+    decoded_tokens: int  # by the engines, aborted ones included, accepted drafts not
+    trained_tokens: int
+    trained_responses: int
+    preemptions: int
+    busy_seconds: float  # engines and trainer, averaged over the GPUs
+    trained: tuple[DrawId, ...]
+    ages: tuple[int, ...]
+    round: RoundTrace
+
+
+Steer = Callable[[int, list["StepTrace"], TailBatchingRules], TailBatchingRules]
+
+
+class Simulator:
+    """A run of one scenario; iterate over its steps. Use once."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        parameters: Parameters,
+        workload: Workload | RecordedWorkload | None = None,
+        steer: Steer | None = None,
+    ) -> None:
+        """`steer` may change the rules between steps (the planner does)."""
+        self.scenario = scenario
+        self.parameters = parameters
+        self.rules = scenario.rules
+        count = scenario.steps * self.rules.prompts_per_step
+        self.workload = workload or Workload(scenario.workload, count)
+        self.speed: EngineSpeed = engine_speed(
+            parameters, scenario.model, scenario.tensor_parallel_size
+        )
+        self.release_rule: ReleaseRule | None = None
+        self._steer = steer
+        self._reward = (
+            RewardModel(
+                parameters,
+                scenario.workload.seed,
+                adaptive_timeouts=scenario.adaptive_timeouts,
+            )
+            if scenario.scores
+            else None
+        )
+        self._queue: tuple[DeferredDraw, ...] = ()
+        self._next_number = 0
+        self.now = 0.0
+
+    def steps(self) -> Iterator[StepTrace]:
+        """Until every draw of the workload has been trained."""
+        done: list[StepTrace] = []
+        while True:
+            step = len(done)
+            if self._steer is not None:
+                self.rules = self._steer(step, done, self.rules)
+            backlog = Backlog(
+                step,
+                tuple(item.draw for item in self._queue),
+                len(self.workload) - self._next_number,
+            )
+            planned = plan(self.rules, backlog)
+            if planned is None:
+                return
+            trace = self._step(planned)
+            done.append(trace)
+            yield trace
+
+    def _step(self, planned: RoundPlan) -> StepTrace:
+        start = self.now
+        draws = [*planned.queued, *self._new_draws(planned)]
+        refit = self.parameters[f"refit_seconds.{self.scenario.model.name}"]
+        replicas = self._replicas(start + refit)
+        trainer = TrainerModel(self.parameters, self.scenario.model, self.scenario.gpu_count)
+        round_trace = self._round(planned, draws, replicas, trainer, start + refit)
+        finish = round_trace.finish
+        assert finish is not None
+        tail = self.parameters["reward_tail_seconds"] if self.scenario.scores else 0.0
+        self.now = trainer.finish(round_trace.end + tail)
+        self._keep_queue(planned, finish)
+        known = {draw.id: draw for draw in draws}
+        return StepTrace(
+            step=planned.step,
+            kind=planned.kind,
+            level=planned.level,
+            refit_seconds=refit,
+            rollout_seconds=finish.rollout_seconds,
+            wait_seconds=finish.race_wait_seconds,
+            scored_seconds=round_trace.end - round_trace.start,
+            reward_tail_seconds=tail,
+            train_seconds=self.now - round_trace.end - tail,
+            step_seconds=self.now - start,
+            decoded_tokens=sum(replica.decoded_tokens for replica in replicas),
+            trained_tokens=round_trace.trained_tokens,
+            trained_responses=sum(len(lengths) for _, lengths in round_trace.emitted),
+            preemptions=sum(replica.preemptions for replica in replicas),
+            busy_seconds=sum(r.busy_seconds for r in replicas) / len(replicas)
+            + trainer.work_seconds
+            + trainer.update_seconds,
+            trained=finish.winners,
+            ages=tuple(known[draw].age(planned.step) for draw in finish.winners),
+            round=round_trace,
+        )
+
+    def _round(
+        self,
+        planned: RoundPlan,
+        draws: list[Draw],
+        replicas: list[ReplicaModel],
+        trainer: TrainerModel,
+        start: float,
+    ) -> RoundTrace:
+        drafts = {item.draw.id: item for item in self._queue}
+        launchables = {
+            draw.id: self._launchable(planned, draw, drafts.get(draw.id)) for draw in draws
+        }
+        return RoundSimulation(
+            Round(self.rules, planned, draws),
+            self.rules,
+            planned,
+            draws,
+            launchables,
+            replicas,
+            self._reward,
+            trainer,
+            start,
+            self._room(planned, len(draws)),
+            self.release_rule if self.scenario.scales_down else None,
+        ).run()
+
+    def _room(self, planned: RoundPlan, groups: int) -> int:
+        """Responses that each replica is given at a time: an even share, within its limits."""
+        share = -(-groups // self.scenario.replica_count) * planned.response_count
+        limit = self.scenario.admission_responses or self.speed.max_running
+        return min(share, limit)
+
+    def _launchable(self, planned: RoundPlan, draw: Draw, draft: DeferredDraw | None) -> Launchable:
+        number = int(draw.prompt_id)
+        age = draw.age(planned.step)
+        drift = self.scenario.drift
+        coupling = drift.coupling(age) if self.rules.keeps_seeds else 0.0
+        launch = 0 if draft is None else draw.level
+        lengths = self.workload.lengths(number, coupling, launch)
+        carried: list[int] = []
+        if draft is not None and drift.acceptance is not None and self.rules.keeps_seeds:
+            share = drift.acceptance(age)
+            carried = [
+                min(int(share * tokens), length - 1)
+                for tokens, length in zip(draft.response_tokens, lengths, strict=False)
+            ]
+        return Launchable(
+            lengths,
+            carried,
+            self.workload.task(number),
+            number,
+            int(self.parameters["prompt_tokens"]),
+        )
+
+    def _new_draws(self, planned: RoundPlan) -> list[Draw]:
+        first = self._next_number
+        self._next_number += planned.new_prompts
+        return [
+            Draw(0, str(number), (), first_step=planned.step)
+            for number in range(first, self._next_number)
+        ]
+
+    def _keep_queue(self, planned: RoundPlan, finish: FinishRound) -> None:
+        taken = {draw.id for draw in planned.queued}
+        queue = [item for item in self._queue if item.draw.id not in taken]
+        deferred = [
+            item
+            if item.draw.level <= self.rules.levels
+            else dataclasses.replace(
+                item, draw=dataclasses.replace(item.draw, level=self.rules.levels)
+            )
+            for item in [*queue, *finish.deferred]
+        ]
+        self._queue = tuple(sorted(deferred, key=lambda item: item.draw.level))
+
+    def _replicas(self, start: float) -> list[ReplicaModel]:
+        replicas = [
+            ReplicaModel(f"replica-{number:04d}", self.speed)
+            for number in range(self.scenario.replica_count)
+        ]
+        for replica in replicas:
+            replica.now = start
+        return replicas

@@ -1,0 +1,137 @@
+"""The replica model against a replica that decodes token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpacker.simulation.engine_model import ReplicaModel, RunningResponse
+from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
+from rollpacker.simulation.parameters import MODELS, load_parameters
+from rollpacker.types import DrawId
+
+SPEED = EngineSpeed(0.01, 1e-3, 1e-6, 1e-5, kv_capacity=10_000)
+
+
+def responses(lengths: list[int], name: str = "a", prompt_tokens: int = 5) -> list[RunningResponse]:
+    return [
+        RunningResponse(DrawId(0, name), index, length, prompt_tokens)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def run(replica: ReplicaModel) -> list[tuple[str, int, float]]:
+    """(draw, index, seconds) in the order of finishing."""
+    finished = []
+    while replica.next_event_at() < math.inf:
+        for reached in replica.run_to_event():
+            assert reached.finished
+            response = reached.response
+            assert reached.tokens == response.length
+            finished.append((response.draw.prompt_id, response.index, replica.now))
+    return finished
+
+
+def token_by_token(speed: EngineSpeed, lengths: list[int], prompt_tokens: int) -> dict[int, float]:
+    now = prompt_tokens * speed.prefill_seconds
+    ends, position = {}, 0
+    running = dict(enumerate(lengths))
+    while running:
+        kv = len(running) * (prompt_tokens + position)
+        now += speed.step_seconds(len(running), kv)
+        position += 1
+        for index in [i for i, length in running.items() if length == position]:
+            ends[index] = now
+            del running[index]
+    return ends
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_the_closed_form_times_are_those_of_decoding_token_by_token(lengths: list[int]) -> None:
+    replica = ReplicaModel("r", SPEED)
+    replica.launch(0.0, responses(lengths))
+    ends = {index: at for _, index, at in run(replica)}
+    assert ends == pytest.approx(token_by_token(SPEED, lengths, 5))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=8), min_size=1, max_size=6),
+    st.integers(70, 300),
+)
+@settings(max_examples=60)
+def test_every_response_ends_once_and_evictions_decode_nothing_twice(
+    groups: list[list[int]], capacity: int
+) -> None:
+    speed = EngineSpeed(0.01, 1e-3, 1e-6, 1e-5, kv_capacity=capacity)
+    replica = ReplicaModel("r", speed)
+    for number, lengths in enumerate(groups):
+        replica.launch(0.0, responses(lengths, str(number)))
+    finished = run(replica)
+    wanted = [(str(n), i) for n, lengths in enumerate(groups) for i in range(len(lengths))]
+    assert sorted((draw, index) for draw, index, _ in finished) == sorted(wanted)
+    assert replica.decoded_tokens == sum(map(sum, groups))
+    assert replica.kv_tokens == 0
+    assert not replica.groups
+
+
+def test_the_kv_cache_never_holds_more_than_its_capacity() -> None:
+    speed = EngineSpeed(0.01, 1e-3, 1e-6, 1e-5, kv_capacity=200)
+    replica = ReplicaModel("r", speed)
+    replica.launch(0.0, responses([50] * 8))
+    while replica.next_event_at() < math.inf:
+        replica.run_to_event()
+        assert replica.kv_tokens <= 200
+    assert replica.preemptions > 0
+
+
+def test_an_evicted_response_costs_a_prefill_when_it_returns() -> None:
+    roomy = ReplicaModel("r", EngineSpeed(0.01, 0.0, 0.0, 1e-5, kv_capacity=1000))
+    tight = ReplicaModel("t", EngineSpeed(0.01, 0.0, 0.0, 1e-5, kv_capacity=150))
+    for replica in (roomy, tight):
+        replica.launch(0.0, responses([40] * 4))
+    assert run(tight)[-1][2] > run(roomy)[-1][2]
+    assert tight.preemptions > 0
+
+
+def test_carried_tokens_are_prefilled_not_decoded() -> None:
+    replica = ReplicaModel("r", SPEED)
+    (response,) = responses([100])
+    response.tokens = 60
+    replica.launch(0.0, [response])
+    run(replica)
+    assert replica.decoded_tokens == 40
+
+
+def test_an_abort_gives_back_the_tokens_so_far_and_frees_the_cache() -> None:
+    replica = ReplicaModel("r", SPEED)
+    replica.launch(0.0, responses([100, 200]))
+    dropped = replica.abort(0.5, DrawId(0, "a"))
+    assert {response.tokens for response in dropped} == {replica.step}
+    assert replica.kv_tokens == 0
+    assert replica.next_event_at() == math.inf
+
+
+def test_a_mark_is_reached_once_at_its_token() -> None:
+    replica = ReplicaModel("r", SPEED)
+    replica.launch(0.0, responses([10, 30]))
+    replica.mark(DrawId(0, "a"), 20)
+    seen = []
+    while replica.next_event_at() < math.inf:
+        seen += [(r.response.index, r.tokens, r.finished) for r in replica.run_to_event()]
+    assert seen == [(0, 10, True), (1, 20, False), (1, 30, True)]
+
+
+def test_a_larger_tensor_parallel_size_decodes_faster_and_holds_more() -> None:
+    parameters = load_parameters()
+    two, four = (engine_speed(parameters, MODELS["32B"], size) for size in (2, 4))
+    assert four.step_seconds(1, 0) < two.step_seconds(1, 0)
+    assert four.kv_capacity > 2 * two.kv_capacity
+    assert two.kv_capacity == pytest.approx(238_000, rel=0.01)
+
+
+def test_a_size_that_cannot_hold_a_response_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size: 1 leaves 32B"):
+        engine_speed(load_parameters(), MODELS["32B"], 1)
