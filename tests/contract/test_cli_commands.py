@@ -90,7 +90,7 @@ def test_steps_shows_the_newest_last_and_reads_on_over_pages(coordinator: str) -
     status, out, _ = invoke(coordinator, "steps", "finished", "--limit", 2)
     assert status == 0
     assert "248 short 0 0.992 40" in out
-    assert out.endswith("249 long 2 0.996 40 - - - 5.2 - 9.0 -")
+    assert out.endswith("249 long 2 0.996 40 - - - 5.2 - 9.0")
     runner = CliRunner().invoke(
         app, ["steps", "finished", "--limit", "0", "--json", "--coordinator", coordinator]
     )
