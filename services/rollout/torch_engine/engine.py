@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +21,6 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from rollpacker.sampling import MAX_SEED
 from rollpacker.types import EngineStats
 from services.rollout.engine import (
     EngineError,
@@ -30,8 +28,8 @@ from services.rollout.engine import (
     GenerationRequest,
     GenerationResult,
     InvalidRequestError,
-    PromptTooLongError,
 )
+from services.rollout.request_check import check_request
 from services.rollout.torch_engine.decode_loop import DecodeLoop
 
 DtypeName = Literal["float32", "bfloat16", "float64"]
@@ -139,36 +137,7 @@ class TorchEngine:
     def _check(self, request: GenerationRequest) -> None:
         """Raise for what the decode loop could not serve."""
         context, vocabulary = self._limits
-        longest = len(request.prompt_token_ids) + request.max_response_tokens
-        for limit, name in ((context, "context"), (self._kv_budget, "KV budget")):
-            if context and longest > limit:
-                raise PromptTooLongError(
-                    f"{len(request.prompt_token_ids)} prompt tokens and a cap of"
-                    f" {request.max_response_tokens} make {longest}; the {name} is {limit}:"
-                    f" shorten the prompt, lower the cap or raise the {name}"
-                )
-        for name, token_ids in (
-            ("prompt_token_ids", request.prompt_token_ids),
-            ("carried_token_ids", request.carried_token_ids),
-            ("draft_token_ids", request.draft_token_ids),
-        ):
-            if context and not all(0 <= token < vocabulary for token in token_ids):
-                raise InvalidRequestError(name, f"a token is not in 0..{vocabulary - 1}")
-        problems = {
-            "prompt_token_ids": not request.prompt_token_ids and "is empty; give a token",
-            "seed": not 0 <= request.seed <= MAX_SEED and f"{request.seed} is not 63 bits",
-            "temperature": not (math.isfinite(request.temperature) and request.temperature > 0)
-            and f"{request.temperature} is not a finite number above 0",
-            "max_response_tokens": request.max_response_tokens < 1
-            and f"{request.max_response_tokens} is not above 0",
-            "carried_token_ids": len(request.carried_token_ids) >= request.max_response_tokens
-            and f"{len(request.carried_token_ids)} tokens fill the cap already",
-            "carried_logprobs": len(request.carried_logprobs) != len(request.carried_token_ids)
-            and "must be as many as carried_token_ids",
-        }
-        for field, problem in problems.items():
-            if problem:
-                raise InvalidRequestError(field, problem)
+        check_request(request, context=context, kv_budget=self._kv_budget, vocabulary=vocabulary)
 
     def _refuse_if_unusable(self) -> None:
         if self._failure.done():
