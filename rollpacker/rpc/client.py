@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from rollpacker.rpc import errors
+from rollpacker.rpc.security import SERVER_NAME, Security
 from rollpacker.rpc.server import MAX_MESSAGE_BYTES
 
 _OPTIONS = (
@@ -34,8 +35,16 @@ Result = TypeVar("Result")
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port" or "unix:///path"; connects when first used, and again after."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    """A channel to "host:port" or "unix:///path"; connects when first used, and again after.
+
+    With TLS and token where the environment gives them (`rollpacker.rpc.security`).
+    Raises InvalidArgumentError when it gives half of them.
+    """
+    security = Security.from_environment()
+    if not security.uses_tls:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
+    return grpc.aio.secure_channel(address, security.channel_credentials(), options=options)
 
 
 async def call(make: Callable[[], Awaitable[Result]]) -> Result:

@@ -69,6 +69,12 @@ class AlreadyExistsError(ServiceError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class UnauthenticatedError(ServiceError):
+    """The caller did not say who it is, or nobody knows it."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class PermissionDeniedError(ServiceError):
     """Not allowed, whoever asks."""
 
@@ -129,6 +135,7 @@ _TABLE: dict[grpc.StatusCode, type[ServiceError]] = {
         InvalidArgumentError,
         NotFoundError,
         AlreadyExistsError,
+        UnauthenticatedError,
         PermissionDeniedError,
         FailedPreconditionError,
         OutOfRangeError,

@@ -15,15 +15,16 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from rollpacker.rpc import errors
+from rollpacker.rpc.security import Security, TokenInterceptor, TokenTable
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _GRACE_SECONDS = 2.0
-_LOOPBACK = ("127.0.0.1:", "localhost:", "[::1]:", "unix:")
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -46,13 +47,13 @@ class RpcServer:
         service_names: Sequence[str],
         register: Callable[[grpc.aio.Server], None],
     ) -> None:
-        if not address.startswith(_LOOPBACK):
-            raise errors.InvalidArgumentError.field(
-                "address",
-                f"{address} is not loopback; services bind loopback or a unix socket only"
-                " (put TLS and authentication in front to go further)",
-            )
-        self._server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_OPTIONS)
+        """Raises InvalidArgumentError for an address beyond loopback without TLS and tokens."""
+        security = Security.from_environment()
+        security.check_address(address)
+        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor()]
+        if security.accepted_tokens_file is not None:
+            interceptors.insert(0, TokenInterceptor(TokenTable(security.accepted_tokens_file)))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._health = HealthServicer()
         self._names = tuple(service_names)
         register(self._server)
@@ -60,7 +61,10 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
-        bound = self._server.add_insecure_port(address)
+        if security.uses_tls:
+            bound = self._server.add_secure_port(address, security.server_credentials())
+        else:
+            bound = self._server.add_insecure_port(address)
         self.address = address if address.startswith("unix:") else _with_port(address, bound)
 
     async def start(self) -> None:
@@ -77,6 +81,11 @@ class RpcServer:
         )
         for name in ("", *self._names):
             await self._health.set(name, status)
+
+    async def set_part_serving(self, name: str, serving: bool) -> None:
+        """What grpc.health.v1 answers for a part of a service, for example "Service/code"."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
         """Refuse new calls, let running ones finish for a moment, then cancel them."""
@@ -133,23 +142,23 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, details.method),
-                handler.request_deserializer,
+                _unary(handler.unary_unary, details.method, handler.request_deserializer),
+                None,
                 handler.response_serializer,
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, details.method),
-                handler.request_deserializer,
+                _stream(handler.unary_stream, details.method, handler.request_deserializer),
+                None,
                 handler.response_serializer,
             )
         return handler  # reflection streams both ways
 
 
-def _unary(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _unary(behaviour: Any, method: str, parse: Any) -> Any:
+    async def call(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(_parsed(parse, request, method), context)
         except errors.ServiceError as error:
             await _abort(context, error)
         except (grpc.aio.AbortError, asyncio.CancelledError):
@@ -160,10 +169,12 @@ def _unary(behaviour: Any, method: str) -> Any:
     return call
 
 
-def _stream(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _stream(behaviour: Any, method: str, parse: Any) -> Any:
+    async def call(
+        request: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
         try:
-            async for message in behaviour(request, context):
+            async for message in behaviour(_parsed(parse, request, method), context):
                 yield message
         except errors.ServiceError as error:
             await _abort(context, error)
@@ -173,6 +184,16 @@ def _stream(behaviour: Any, method: str) -> Any:
             await _abort(context, _bug(method))
 
     return call
+
+
+def _parsed(parse: Any, request: bytes, method: str) -> Any:
+    """The request as a message. Raises InvalidArgumentError where it is none."""
+    try:
+        return parse(request)
+    except DecodeError as error:
+        raise errors.InvalidArgumentError(
+            "MALFORMED_REQUEST", f"the request of {method} is not its message; check the protos"
+        ) from error
 
 
 def _bug(method: str) -> errors.InternalError:
