@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from rollpacker.section import Section
+from rollpacker.trainer_settings import TrainerSettings
 
 Mode = Literal["synchronous", "overlap", "paper", "exact"]
 MAX_SEED = 2**53 - 1  # survives a JSON number
-
-
-class Section(BaseModel):
-    """A part of the run settings; refuses unknown keys and cannot be changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DataSettings(Section):
@@ -55,6 +52,12 @@ class TailBatchingSettings(Section):
     )
     max_deferral_age: int = Field(
         32, ge=1, description="steps after which a deferred draw's round comes next"
+    )
+    carry_over_max_tokens: int = Field(
+        32768,
+        ge=0,
+        description="tokens per response of a deferred draw that are kept as a draft of its next"
+        " round, where the engine takes over what the new weights confirm; 0: none",
     )
 
     @model_validator(mode="after")
@@ -133,39 +136,6 @@ class RewardSettings(Section):
     )
 
 
-class TrainerSettings(Section):
-    """The optimizer update."""
-
-    loss: Literal["grpo"] = "grpo"
-    learning_rate: float = Field(1e-6, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    adam_epsilon: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, ge=0, description="ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.28, ge=0, description="ratio is clipped above 1 + clip_high")
-    normaliser: Literal["response_cap", "constant", "step_tokens"] = Field(
-        "response_cap",
-        description="what the summed token loss is divided by: P0*R0*max_response_tokens,"
-        " P0*R0*normaliser_tokens, or the step's own token count (modes paper, synchronous and"
-        " overlap only: it makes a response's weight depend on its step)",
-    )
-    normaliser_tokens: int = Field(0, ge=0, description="tokens per response for `constant`")
-    micro_batch_tokens: int = Field(16384, ge=1, description="padded tokens per forward pass")
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    keep_checkpoints: int = Field(2, ge=1)
-    checkpoint_interval: int = Field(1, ge=1, description="steps between checkpoints")
-
-    @model_validator(mode="after")
-    def _constant_has_tokens(self) -> Self:
-        if (self.normaliser == "constant") != (self.normaliser_tokens > 0):
-            raise ValueError(
-                f"normaliser_tokens: {self.normaliser_tokens} with normaliser {self.normaliser};"
-                " `constant` needs it above 0, the others leave it out"
-            )
-        return self
-
-
 class ValidationSettings(Section):
     """Held-out evaluation through the same rollout and reward services."""
 
@@ -197,12 +167,31 @@ class RunSettings(Section):
                     " exact; it replays responses by seed, which needs top_p 1 and top_k 0"
                     " (with truncation the noise is indexed by rank, not by token)"
                 )
-            if self.trainer.normaliser == "step_tokens":
+            if self.trainer.resolved_normaliser == "step_tokens":
                 raise ValueError(
                     "trainer.normaliser: step_tokens with mode exact; a loss divided by the step's"
                     " own tokens weighs long responses less; use response_cap or constant"
                 )
+        self._check_trainer()
         return self
+
+    def _check_trainer(self) -> None:
+        trainer, sampling = self.trainer, self.sampling
+        truncated = sampling.top_p != 1.0 or sampling.top_k != 0
+        if truncated and (
+            trainer.rollout_correction != "none" or trainer.old_logprobs == "rollout"
+        ):
+            raise ValueError(
+                f"sampling: top_p {sampling.top_p}, top_k {sampling.top_k} with trainer."
+                f"rollout_correction {trainer.rollout_correction}, old_logprobs"
+                f" {trainer.old_logprobs}; logprobs of a truncated law are no importance weights;"
+                " use top_p 1 and top_k 0, or leave the two settings out"
+            )
+        if trainer.overlong_buffer_tokens > sampling.max_response_tokens:
+            raise ValueError(
+                f"trainer.overlong_buffer_tokens: {trainer.overlong_buffer_tokens} is above"
+                f" sampling.max_response_tokens {sampling.max_response_tokens}; make it smaller"
+            )
 
 
 class SettingsError(ValueError):

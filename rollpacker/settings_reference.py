@@ -11,7 +11,8 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rollpacker.settings import RunSettings, Section
+from rollpacker.section import Section
+from rollpacker.settings import RunSettings
 
 _HEAD = """# Run settings
 

@@ -43,9 +43,9 @@ RUN = "run-1"
 MODEL_SEED = 3
 
 
-def make_model(directory: Path, *, tied: bool = True) -> Path:
-    """A random Llama with about 8 thousand parameters, always the same one."""
-    torch.manual_seed(MODEL_SEED)
+def make_model(directory: Path, *, tied: bool = True, seed: int = MODEL_SEED) -> Path:
+    """A random Llama with about 8 thousand parameters; by seed always the same one."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,

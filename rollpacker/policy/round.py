@@ -23,7 +23,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollpacker.policy.advantages import group_relative
+from rollpacker.policy.advantages import group_advantages
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
@@ -304,7 +304,11 @@ class Round:
                     break
                 continue
             indices = tuple(sorted(group.finished))
-            advantages = group_relative([group.rewards[index] for index in indices])
+            advantages = group_advantages(
+                self._rules.advantages,
+                [group.rewards[index] for index in indices],
+                [group.finished[index] for index in indices],
+            )
             group.state = GroupState.EMITTED
             self._ranked.remove(draw)
             self._emitted.append(draw)

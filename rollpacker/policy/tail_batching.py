@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollpacker.policy.advantages import GROUP_RELATIVE, AdvantageRules
 from rollpacker.types import Draw, DrawId, RoundKind
 
 
@@ -43,6 +44,7 @@ class TailBatchingRules:
     keeps_seeds: bool = True  # a deferred draw is replayed, not sampled afresh
     streams: bool = True  # rewards and gradients start while the rollout runs
     max_deferral_age: int = 32  # steps
+    advantages: AdvantageRules = GROUP_RELATIVE
 
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1 or self.responses_per_prompt < 1:

@@ -1,7 +1,9 @@
-"""Modes are values: the run's settings as the rules that the policy follows."""
+"""Modes and algorithms are values: the run's settings as the rules that the policy follows."""
 
 from __future__ import annotations
 
+from rollpacker.algorithms import ALGORITHMS
+from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
 from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
 from rollpacker.settings import RunSettings
 
@@ -18,4 +20,22 @@ def tail_batching_rules(settings: RunSettings) -> TailBatchingRules:
         keeps_seeds=tail.mode != "paper",
         streams=tail.mode != "synchronous",
         max_deferral_age=tail.max_deferral_age,
+        advantages=advantage_rules(settings),
+    )
+
+
+def advantage_rules(settings: RunSettings) -> AdvantageRules:
+    """How the run's algorithm computes advantages."""
+    trainer = settings.trainer
+    overlong = None
+    if trainer.overlong_buffer_tokens:
+        overlong = OverlongShaping(
+            cap_tokens=settings.sampling.max_response_tokens,
+            buffer_tokens=trainer.overlong_buffer_tokens,
+            penalty=trainer.overlong_penalty,
+        )
+    return AdvantageRules(
+        estimator=ALGORITHMS[trainer.algorithm].estimator,
+        deviation=trainer.advantage_deviation or 1.0,
+        overlong=overlong,
     )

@@ -1,101 +1,133 @@
 """The loss: pure functions of tensors, summed over tokens and divided by nothing.
 
-A step's loss is one sum over all its trained tokens, divided once at the end by a normaliser
-that does not depend on how the groups were packed into micro-batches. So nothing here averages.
-Shapes: N is the number of token positions of a micro-batch, padding included; V the vocabulary.
-A position outside the mask adds exactly 0 to every sum and has a gradient of exactly 0.
+A step's loss is one sum over all its trained tokens, divided once at the end by a normaliser that
+does not depend on which groups share a step or a micro-batch. So nothing here averages, except
+over the tokens of one response. With r = exp(log p - log p_old) and A the advantage, each token
+adds
+
+    weight * (correction * surrogate(r, A) + kl_coefficient * kl - entropy_coefficient * entropy)
+
+Shapes: B responses, padded to K positions; all tensors are [B, K], the mask is boolean, and only
+`logprobs` (and `entropies`) have a gradient. A position outside the mask adds exactly 0 to every
+sum and has a gradient of exactly 0, whatever it holds.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 24  # logits that are upcast at a time: 64 MiB in float32
+from rollpacker.algorithms import Surrogate
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """log_softmax(logits / temperature) at the sampled tokens, chunk by chunk.
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The ratio is clipped to [1 - low, 1 + high]."""
 
-    Saves the logits as they came and one logsumexp per position; the backward pass upcasts again,
-    a chunk at a time. So no second [N, V] tensor lives between the passes.
+    low: float
+    high: float
+
+    def __call__(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1.0 - self.low, 1.0 + self.high)
+
+
+class TokenLosses(NamedTuple):
+    """A surrogate, negated, per token; both [B, K]."""
+
+    losses: Tensor  # with gradient
+    clipped: Tensor  # bool: trained tokens whose ratio was held back
+
+
+SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLosses]
+
+
+def clipped_token(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLosses:
+    """PPO's clipped surrogate, token by token: min(r A, clip(r) A)."""
+    return _pessimistic(_log_ratio(logprobs, old_logprobs, mask), advantages, mask, clip)
+
+
+def clipped_response(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLosses:
+    """The same with one ratio per response, the product over its tokens (RLOO).
+
+    Each of its tokens gets the response's loss; averaged over the tokens it is that loss again.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        parts = [
-            _chunk_statistics(rows, ids, temperature)
-            for rows, ids in zip(_chunks(logits), _chunks(token_ids, logits), strict=True)
-        ]
-        logprobs, entropies, normalisers = (
-            torch.cat(column) for column in zip(*parts, strict=True)
-        )
-        ctx.save_for_backward(logits, token_ids, normalisers)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, token_ids, normalisers = ctx.saved_tensors
-        result = torch.empty_like(logits)
-        for rows, ids, normaliser, gradient, out in zip(
-            _chunks(logits),
-            _chunks(token_ids, logits),
-            _chunks(normalisers, logits),
-            _chunks(gradients[0], logits),
-            _chunks(result),
-            strict=True,
-        ):
-            scale = (gradient / ctx.temperature).unsqueeze(-1)
-            share = torch.exp(_scaled(rows, ctx.temperature) - normaliser.unsqueeze(-1))
-            share.mul_(-scale).scatter_add_(-1, ids.unsqueeze(-1), scale)
-            out.copy_(share)
-        return result, None, None
+    product = _log_ratio(logprobs, old_logprobs, mask).sum(-1, keepdim=True)
+    return _pessimistic(product.expand_as(mask), advantages, mask, clip)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token, and entropy of the distribution it was drawn from.
+def clipped_geometric(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLosses:
+    """The same with the geometric mean of a response's ratios (GSPO)."""
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    mean = log_ratio.sum(-1, keepdim=True) / _token_counts(mask)
+    return _pessimistic(mean.expand_as(mask), advantages, mask, clip)
 
-    logits [N, V] in any floating type; token_ids [N]. Returns two tensors [N] in nats, float32 or
-    better; only the first one has a gradient.
+
+def clipped_weight(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLosses:
+    """CISPO: clip(r) A log p, where clip(r) has no gradient. No token loses its gradient."""
+    ratio = torch.exp(_log_ratio(logprobs, old_logprobs, mask)).detach()
+    bounded = clip(ratio)
+    losses = torch.where(mask, -bounded * advantages * logprobs, 0.0)
+    return TokenLosses(losses, mask & (bounded != ratio))
+
+
+SURROGATES: Mapping[Surrogate, SurrogateFunction] = {
+    Surrogate.CLIPPED: clipped_token,
+    Surrogate.WHOLE_RESPONSE: clipped_response,
+    Surrogate.GEOMETRIC_MEAN: clipped_geometric,
+    Surrogate.WEIGHT: clipped_weight,
+}
+
+
+def divergence(
+    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, estimator: str
+) -> Tensor:
+    """Estimate of KL(policy || reference) per token, from the sampled token alone, in nats.
+
+    With d = reference - policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. As a loss, the
+    gradient of k2 is in expectation that of the divergence; k3's is so near d = 0; k1's is 0.
     """
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, token_ids, temperature
-    )
-    return result
+    d = torch.where(mask, reference_logprobs - logprobs, 0.0)
+    match estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return torch.expm1(d) - d
+    raise ValueError(f"kl_estimator {estimator!r} is not one of k1, k2, k3")
 
 
-class Surrogate(NamedTuple):
-    """What the clipped surrogate adds to the sums of its step."""
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float
+) -> Tensor:
+    """Importance weights from the engine's law to the trainer's, without gradient.
 
-    loss: Tensor  # scalar, with gradient
-    clipped_tokens: Tensor  # scalar: trained tokens whose ratio was held back
-
-
-def clipped_surrogate(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> Surrogate:
-    """GRPO's loss: the sum over the mask of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    r = exp(logprobs - old_logprobs). All tensors [N]; mask is boolean; only `logprobs` has a
-    gradient.
+    w = exp(old - rollout). `truncated`: min(w, cap); `masked`: w up to the cap, above it 0;
+    `none`: 1.
     """
-    ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    plain, clipped = ratio * advantages, bounded * advantages
-    loss = torch.where(mask, -torch.minimum(plain, clipped), 0.0).sum()
-    return Surrogate(loss, (mask & (clipped < plain)).sum())
+    if mode == "none":
+        return torch.ones_like(old_logprobs)
+    weights = torch.exp(_log_ratio(old_logprobs, rollout_logprobs, mask)).detach()
+    if mode == "truncated":
+        return weights.clamp(max=cap)
+    return torch.where(weights <= cap, weights, 0.0)
+
+
+def per_response(losses: Tensor, mask: Tensor) -> Tensor:
+    """Each token's loss over its response's trained tokens: the sum becomes the mean."""
+    return losses / _token_counts(mask)
 
 
 class Mismatch(NamedTuple):
@@ -106,7 +138,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Mismatch:
-    """Compares the trainer's old logprobs with the engine's. All tensors [N], no gradient.
+    """Compares the trainer's old logprobs with the engine's. No gradient.
 
     k3 = exp(d) - 1 - d with d = old - rollout: never negative, and 0 where the two agree.
     """
@@ -115,23 +147,17 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Mi
     return Mismatch(kl_sum, torch.exp(difference.abs().amax()))
 
 
-def _scaled(rows: Tensor, temperature: float) -> Tensor:
-    """A fresh copy of the logits, divided by the temperature, in float32 or better."""
-    return rows.to(torch.promote_types(rows.dtype, torch.float32)) / temperature
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, logprobs - old_logprobs, 0.0)
 
 
-def _chunk_statistics(
-    rows: Tensor, ids: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = _scaled(rows, temperature)
-    normaliser = torch.logsumexp(scaled, dim=-1)
-    logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normaliser
-    shares = torch.exp(scaled - normaliser.unsqueeze(-1))
-    entropies = normaliser - (shares * scaled).sum(-1)
-    return logprobs, entropies, normaliser
+def _token_counts(mask: Tensor) -> Tensor:
+    """Trained tokens per response, [B, 1], at least 1."""
+    return mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _chunks(tensor: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split along the positions so that a chunk of the logits holds _CHUNK_ELEMENTS at most."""
-    vocabulary = (tensor if logits is None else logits).shape[-1]
-    return torch.split(tensor, max(1, _CHUNK_ELEMENTS // vocabulary))
+def _pessimistic(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> TokenLosses:
+    ratio = torch.exp(log_ratio)
+    plain, clipped = ratio * advantages, clip(ratio) * advantages
+    losses = torch.where(mask, -torch.minimum(plain, clipped), 0.0)
+    return TokenLosses(losses, mask & (clipped < plain))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from services.trainer.settings import OpenRunSettings
 from services.trainer.update import UpdateOutcome
 
@@ -24,6 +26,9 @@ def step_metrics(
         "mismatch_kl": sums.per_token(sums.mismatch_kl),
         "mismatch_ratio_max": sums.mismatch_ratio_max,
         "clip_fraction": sums.per_token(sums.clipped_tokens),
+        "reference_kl": sums.per_token(sums.reference_kl),
+        "correction_weight": sums.per_token(sums.correction),
+        "advantage_rms": math.sqrt(sums.squared_advantage / sums.rows) if sums.rows else 0.0,
         "trained_tokens": sums.trained_tokens,
         "trained_responses": trained_responses,
         "micro_batches": sums.micro_batches,

@@ -16,7 +16,7 @@ it is counted, and that is all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class MicroBatch:
     """One forward and backward pass: B responses, padded on the right to L tokens.
 
     The model reads `input_ids`; its last K logits are compared with `target_ids`. Everything of
-    shape [B, K] is aligned with the targets. All tensors are on the CPU.
+    shape [B, K] is aligned with the targets. Tensors are made on the CPU.
     """
 
     input_ids: Tensor  # [B, L - 1] int64
@@ -55,6 +55,17 @@ class MicroBatch:
     mask: Tensor  # [B, K] bool: the trained tokens
     advantages: Tensor  # [B] float32
     token_count: int  # without padding; 0 for a dummy
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same one with its tensors on another device."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            target_ids=self.target_ids.to(device),
+            rollout_logprobs=self.rollout_logprobs.to(device),
+            mask=self.mask.to(device),
+            advantages=self.advantages.to(device),
+        )
 
     @property
     def padded_token_count(self) -> int:

@@ -152,11 +152,22 @@ class Replica:
         failures = self._ranks.sum(torch.tensor(float(failure is not None))).item()
         if failure or failures:
             raise failure or ModelNotFoundError("another rank could not load the model")
+        reference = self._reference(command) if command.settings.kl_coefficient else None
         optimizer = make_optimizer(model, command.settings)
         if command.checkpoint is not None:
             checkpoint.load_tensors(command.checkpoint, model.module, optimizer)
-        accumulator = StepAccumulator(model, command.settings, command.temperature, self._ranks)
+        accumulator = StepAccumulator(
+            model, command.settings, command.temperature, self._ranks, reference
+        )
         self._run = _Run(model, optimizer, accumulator, command.settings)
+
+    def _reference(self, command: Open) -> PolicyModel:
+        """The initial model, which is never trained."""
+        model = PolicyModel(
+            command.model_directory, command.settings.dtype, self._ranks.device, self._ranks.mesh
+        )
+        model.module.requires_grad_(False)
+        return model
 
     def _update(self) -> UpdateOutcome:
         run = self._opened

@@ -19,7 +19,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from rollpacker.rpc.errors import InvalidArgumentError
-from rollpacker.settings import TrainerSettings, WorkerSettings
+from rollpacker.settings import WorkerSettings
+from rollpacker.trainer_settings import TrainerSettings
 
 
 class TrainerServiceSettings(WorkerSettings):
@@ -47,9 +48,12 @@ class OpenRunSettings(TrainerSettings):
     def fixed_normaliser(self) -> float | None:
         """What the summed token loss is divided by; None: the step's own trained tokens."""
         responses = self.prompts_per_step * self.responses_per_prompt
-        if self.normaliser == "response_cap":
+        normaliser = self.resolved_normaliser
+        if normaliser == "response_mean":
+            return float(responses)
+        if normaliser == "response_cap":
             return float(responses * self.max_response_tokens)
-        if self.normaliser == "constant":
+        if normaliser == "constant":
             return float(responses * self.normaliser_tokens)
         return None
 

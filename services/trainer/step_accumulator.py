@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from services.trainer import loss
+from services.trainer.logprobs import token_logprobs
 from services.trainer.model import PolicyModel
+from services.trainer.objective import Objective, TokenValues, objective
 from services.trainer.packing import MicroBatch
 from services.trainer.ranks import Ranks
 from services.trainer.settings import OpenRunSettings
 
-_LOSS, _ENTROPY, _KL, _CLIPPED, _TOKENS, _BATCHES, _REAL, _PADDED = range(8)
+_TERMS = len(Objective._fields)
+_BATCHES, _REAL, _PADDED = range(_TERMS, _TERMS + 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +31,16 @@ class StepSums:
     loss: float  # un-normalised
     entropy: float  # nats, summed over trained tokens
     mismatch_kl: float  # summed over trained tokens
-    mismatch_ratio_max: float  # at least 1
     clipped_tokens: int
     trained_tokens: int
+    reference_kl: float  # summed over trained tokens
+    correction: float  # weights summed over trained tokens
+    squared_advantage: float  # summed over responses with a trained token
+    rows: int  # how many those are
     micro_batches: int  # dummies left out
     real_tokens: int  # prompts included
     padded_tokens: int  # real tokens and padding
+    mismatch_ratio_max: float  # at least 1
 
     def per_token(self, value: float) -> float:
         """value divided by the trained tokens; 0 when there are none."""
@@ -44,59 +51,60 @@ class StepAccumulator:
     """Adds micro-batches up; one per rank, all in lockstep."""
 
     def __init__(
-        self, model: PolicyModel, settings: OpenRunSettings, temperature: float, ranks: Ranks
+        self,
+        model: PolicyModel,
+        settings: OpenRunSettings,
+        temperature: float,
+        ranks: Ranks,
+        reference: PolicyModel | None = None,
     ) -> None:
+        """`reference` is the initial model; needed where the loss has a divergence from it."""
         self._model = model
         self._settings = settings
         self._temperature = temperature
         self._ranks = ranks
+        self._reference = reference
         self.drop()
 
     def drop(self) -> None:
         """Forget every sum."""
         for parameter in self._model.parameters():
             parameter.grad = None
-        self._sums = torch.zeros(8, dtype=torch.float64, device=self._model.device)
+        self._sums = torch.zeros(_PADDED + 1, dtype=torch.float64, device=self._model.device)
         self._ratio_max = torch.ones((), dtype=torch.float64, device=self._model.device)
 
     def add(self, batch: MicroBatch) -> None:
         """One forward and backward pass. Collective when sharded."""
-        device = self._model.device
-        mask = batch.mask.to(device).flatten()
-        target_ids = batch.target_ids.to(device)
-        advantages = batch.advantages.to(device).unsqueeze(1).expand_as(target_ids).flatten()
-        logits = self._model.logits(batch.input_ids.to(device), target_ids.shape[1])
-        logprobs, entropies = loss.token_logprobs(
-            logits.flatten(0, 1), target_ids.flatten(), self._temperature
+        batch = batch.to(self._model.device)
+        logprobs, entropies = self._logprobs(self._model, batch)
+        reference_logprobs = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_logprobs, _ = self._logprobs(self._reference, batch)
+        values = TokenValues(
+            logprobs=logprobs,
+            entropies=entropies,
+            rollout_logprobs=batch.rollout_logprobs,
+            reference_logprobs=reference_logprobs,
+            advantages=batch.advantages.unsqueeze(1).expand_as(batch.mask),
+            mask=batch.mask,
         )
-        # One update per step: the weights that train are the weights that sampled.
-        old_logprobs = logprobs.detach()
-        surrogate = loss.clipped_surrogate(
-            logprobs,
-            old_logprobs,
-            advantages,
-            mask,
-            clip_low=self._settings.clip_low,
-            clip_high=self._settings.clip_high,
-        )
-        surrogate.loss.backward()  # type: ignore[no-untyped-call]
-        rollout_logprobs = batch.rollout_logprobs.to(device).flatten()
-        self._count(batch, mask, surrogate, entropies, old_logprobs, rollout_logprobs)
+        terms = objective(self._settings, values)
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+        self._count(batch, terms, logprobs.detach())
 
     def sums(self) -> StepSums:
         """Over all ranks. Collective."""
         totals = self._ranks.sum(self._sums.cpu()).tolist()
-        ratio_max = self._ranks.max(self._ratio_max.cpu()).item()
+        named = dict(zip(Objective._fields, totals, strict=False))
+        for name in ("clipped_tokens", "trained_tokens", "rows"):
+            named[name] = round(named[name])
         return StepSums(
-            loss=totals[_LOSS],
-            entropy=totals[_ENTROPY],
-            mismatch_kl=totals[_KL],
-            mismatch_ratio_max=ratio_max,
-            clipped_tokens=round(totals[_CLIPPED]),
-            trained_tokens=round(totals[_TOKENS]),
+            **named,
             micro_batches=round(totals[_BATCHES]),
             real_tokens=round(totals[_REAL]),
             padded_tokens=round(totals[_PADDED]),
+            mismatch_ratio_max=self._ranks.max(self._ratio_max.cpu()).item(),
         )
 
     def gradients(self) -> list[Tensor]:
@@ -106,26 +114,19 @@ class StepAccumulator:
                 parameter.grad = torch.zeros_like(parameter)
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
+    def _logprobs(self, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the targets, both [B, K]."""
+        logits = model.logits(batch.input_ids, batch.target_ids.shape[1])
+        logprobs, entropies = token_logprobs(
+            logits.flatten(0, 1), batch.target_ids.flatten(), self._temperature
+        )
+        return logprobs.view_as(batch.target_ids), entropies.view_as(batch.target_ids)
+
     @torch.no_grad()
-    def _count(
-        self,
-        batch: MicroBatch,
-        mask: Tensor,
-        surrogate: loss.Surrogate,
-        entropies: Tensor,
-        old_logprobs: Tensor,
-        rollout_logprobs: Tensor,
-    ) -> None:
-        mismatch = loss.mismatch(old_logprobs, rollout_logprobs, mask)
-        counted = [
-            surrogate.loss.detach(),
-            torch.where(mask, entropies, 0.0).sum(),
-            mismatch.kl_sum,
-            surrogate.clipped_tokens,
-            mask.sum(),
-        ]
-        self._sums[:_BATCHES] += torch.stack([value.double() for value in counted])
+    def _count(self, batch: MicroBatch, terms: Objective, logprobs: Tensor) -> None:
+        self._sums[:_TERMS] += torch.stack([value.detach().double() for value in terms])
         self._sums[_BATCHES] += int(batch.token_count > 0)
         self._sums[_REAL] += batch.token_count
         self._sums[_PADDED] += batch.padded_token_count
-        self._ratio_max = torch.maximum(self._ratio_max, mismatch.ratio_max.double())
+        ratio_max = loss.mismatch(logprobs, batch.rollout_logprobs, batch.mask).ratio_max
+        self._ratio_max = torch.maximum(self._ratio_max, ratio_max.double())

@@ -9,121 +9,181 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollpacker.algorithms import Surrogate
 from services.trainer import loss
 
-
-def random_logits(positions: int, vocabulary: int, dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(positions * 1000 + vocabulary)
-    logits = torch.randn(positions, vocabulary, generator=generator, dtype=torch.float64) * 3
-    token_ids = torch.randint(0, vocabulary, (positions,), generator=generator)
-    return logits.to(dtype).requires_grad_(), token_ids
+CLIP = loss.Clip(0.2, 0.28)
+ROWS, COLUMNS = 20, 12
+every_surrogate = pytest.mark.parametrize("kind", Surrogate, ids=lambda kind: kind.value)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("chunk_elements", [1, 40, 1 << 24])
-def test_token_logprobs_and_their_gradient_are_those_of_log_softmax_at_the_temperature(
-    monkeypatch, temperature, chunk_elements
-):
-    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", chunk_elements)
-    logits, token_ids = random_logits(13, 17)
-    reference = logits.detach().clone().requires_grad_()
-    everything = torch.log_softmax(reference / temperature, dim=-1)
-    weights = torch.linspace(-1, 2, 13, dtype=torch.float64)
-    (everything[torch.arange(13), token_ids] * weights).sum().backward()
+def random_batch(spread=0.4):
+    """(new with gradient, old, advantages, mask), all [ROWS, COLUMNS], in float64."""
+    generator = torch.Generator().manual_seed(0)
 
-    logprobs, entropies = loss.token_logprobs(logits, token_ids, temperature)
-    (logprobs * weights).sum().backward()
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    torch.testing.assert_close(logprobs, everything[torch.arange(13), token_ids])
-    torch.testing.assert_close(entropies, -(everything.exp() * everything).sum(-1))
-    torch.testing.assert_close(logits.grad, reference.grad)
-    assert not entropies.requires_grad
+    new = (-noise(ROWS, COLUMNS).abs()).requires_grad_()
+    old = new.detach() + spread * noise(ROWS, COLUMNS)
+    mask = torch.rand(ROWS, COLUMNS, generator=generator) < 0.8
+    return new, old, noise(ROWS, 1).expand(ROWS, COLUMNS), mask
 
 
-def test_logprobs_of_bfloat16_logits_are_computed_in_float32():
-    logits, token_ids = random_logits(7, 50, torch.bfloat16)
-    logprobs, _ = loss.token_logprobs(logits, token_ids, 1.0)
-    exact = torch.log_softmax(logits.detach().float(), -1)[torch.arange(7), token_ids]
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.detach(), exact)
-    logprobs.sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.dtype == torch.bfloat16
-
-
-def surrogate_by_hand(new, old, advantage, low, high):
-    """PPO's clipped objective, written as its cases. Returns (loss, d loss / d new)."""
-    ratio = math.exp(new - old)
-    if advantage >= 0 and ratio > 1 + high:
-        return -(1 + high) * advantage, 0.0
-    if advantage < 0 and ratio < 1 - low:
-        return -(1 - low) * advantage, 0.0
+def clipped_by_hand(ratio, advantage):
+    """PPO's clipped objective, written as its cases. Returns (loss, d loss / d log ratio)."""
+    if advantage >= 0 and ratio > 1.28:
+        return -1.28 * advantage, 0.0
+    if advantage < 0 and ratio < 0.8:
+        return -0.8 * advantage, 0.0
     return -ratio * advantage, -ratio * advantage
 
 
-def test_clipped_surrogate_is_the_sum_of_the_cases_with_both_sides_clipped():
-    generator = torch.Generator().manual_seed(0)
-    new = torch.randn(200, generator=generator, dtype=torch.float64).requires_grad_()
-    old = new.detach() + 0.4 * torch.randn(200, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
-    mask = torch.rand(200, generator=generator) < 0.8
-    result = loss.clipped_surrogate(new, old, advantages, mask, clip_low=0.2, clip_high=0.28)
-    result.loss.backward()
-
-    by_hand = [
-        surrogate_by_hand(n, o, a, 0.2, 0.28) if kept else (0.0, 0.0)
-        for n, o, a, kept in zip(
-            new.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True
-        )
-    ]
-    ratio = torch.exp(new.detach() - old)
-    high = (mask & (advantages >= 0) & (ratio > 1.28)).sum()
-    low = (mask & (advantages < 0) & (ratio < 0.8)).sum()
-    assert high > 0.1 * 80
-    assert low > 0.1 * 80
-    assert result.clipped_tokens == high + low
-    assert result.loss.item() == pytest.approx(sum(value for value, _ in by_hand), rel=1e-12)
-    torch.testing.assert_close(
-        new.grad, torch.tensor([slope for _, slope in by_hand], dtype=torch.float64)
-    )
+def response_by_hand(kind, new, old, advantage):
+    """(losses, d (sum of losses) / d new, clipped tokens) of the trained tokens of a response."""
+    differences = [n - o for n, o in zip(new, old, strict=True)]
+    count = len(new)
+    if kind is Surrogate.WEIGHT:
+        weights = [min(max(math.exp(d), 0.8), 1.28) for d in differences]
+        losses = [-w * advantage * n for w, n in zip(weights, new, strict=True)]
+        held = sum(not 0.8 <= math.exp(d) <= 1.28 for d in differences)
+        return losses, [-w * advantage for w in weights], held
+    if kind is Surrogate.CLIPPED:
+        cases = [clipped_by_hand(math.exp(d), advantage) for d in differences]
+        held = sum(slope == 0.0 for _, slope in cases)
+        return [value for value, _ in cases], [slope for _, slope in cases], held
+    total = sum(differences) / (count if kind is Surrogate.GEOMETRIC_MEAN else 1)
+    value, slope = clipped_by_hand(math.exp(total), advantage)
+    each = slope if kind is Surrogate.GEOMETRIC_MEAN else slope * count
+    return [value] * count, [each] * count, count * (slope == 0.0)
 
 
-@pytest.mark.parametrize(("clip_low", "clip_high"), [(0.2, 0.28), (0.0, 0.0)])
-def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_advantage(clip_low, clip_high):
-    new = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    advantages = torch.tensor([1.5, -2.0, 0.0])
-    mask = torch.ones(3, dtype=torch.bool)
-    result = loss.clipped_surrogate(
-        new, new.detach(), advantages, mask, clip_low=clip_low, clip_high=clip_high
-    )
-    result.loss.backward()
-    assert result.clipped_tokens == 0
-    torch.testing.assert_close(new.grad, -advantages)
+@every_surrogate
+def test_a_surrogate_is_the_cases_of_its_paper_with_both_sides_clipped(kind):
+    new, old, advantages, mask = random_batch(0.4 if kind is not Surrogate.GEOMETRIC_MEAN else 1.2)
+    result = loss.SURROGATES[kind](new, old, advantages, mask, CLIP)
+    result.losses.sum().backward()
+
+    held = {True: 0, False: 0}
+    for row in range(ROWS):
+        kept = mask[row]
+        values = new[row, kept].tolist(), old[row, kept].tolist(), advantages[row, 0].item()
+        losses, slopes, clipped = response_by_hand(kind, *values)
+        assert result.losses[row, kept].tolist() == pytest.approx(losses, rel=1e-12)
+        assert new.grad[row, kept].tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+        assert int(result.clipped[row].sum()) == clipped
+        held[values[2] >= 0] += clipped
+    assert new.grad[~mask].abs().max() == 0
+    assert min(held.values()) > 0.1 * int(mask.sum()) / 2  # of the tokens with that sign
 
 
-@given(st.lists(st.sampled_from([math.inf, -math.inf, math.nan, -1.0]), min_size=1, max_size=5))
-def test_a_position_outside_the_mask_adds_exactly_zero_whatever_it_holds(values):
-    new = torch.tensor([-1.0] * len(values), requires_grad=True)
-    old = torch.tensor(values)
-    mask = torch.zeros(len(values), dtype=torch.bool)
-    result = loss.clipped_surrogate(
-        new, old, torch.full((len(values),), 3.0), mask, clip_low=0.2, clip_high=0.2
-    )
-    result.loss.backward()
+@every_surrogate
+@pytest.mark.parametrize("clip", [CLIP, loss.Clip(0.0, 0.0)])
+def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_the_policy_gradient(kind, clip):
+    new = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    advantages = torch.full((1, 3), 1.5, dtype=torch.float64)
+    result = loss.SURROGATES[kind](new, new.detach(), advantages, mask, clip)
+    result.losses.sum().backward()
+    each = -3.0 if kind is Surrogate.WHOLE_RESPONSE else -1.5
+    assert not result.clipped.any()
+    assert new.grad.tolist() == [[each, each, 0.0]]
+
+
+broken = st.sampled_from([math.inf, -math.inf, math.nan, -1.0])
+
+
+@every_surrogate
+@given(values=st.lists(broken, min_size=1, max_size=5))
+def test_a_position_outside_the_mask_adds_exactly_zero_whatever_it_holds(kind, values):
+    new = torch.full((1, len(values)), -1.0, requires_grad=True)
+    old = torch.tensor([values])
+    mask = torch.zeros(1, len(values), dtype=torch.bool)
+    result = loss.SURROGATES[kind](new, old, torch.full_like(new, 3.0), mask, CLIP)
+    kl = loss.divergence(new, old, mask, "k3")
+    total = loss.per_response(result.losses + kl, mask).sum()
+    total.backward()
     distance = loss.mismatch(old, new.detach(), mask)
-    assert result.loss.item() == 0.0
-    assert result.clipped_tokens == 0
+    weights = loss.correction_weights(old, new.detach(), mask, "truncated", 2.0)
+    assert (total.item(), result.clipped.any().item()) == (0.0, False)
     assert new.grad is not None
-    assert new.grad.tolist() == [0.0] * len(values)
+    assert new.grad.tolist() == [[0.0] * len(values)]
+    assert weights.tolist() == [[1.0] * len(values)]
     assert (distance.kl_sum.item(), distance.ratio_max.item()) == (0.0, 1.0)
 
 
 def test_mismatch_is_k3_summed_and_the_largest_ratio_either_way():
-    old = torch.tensor([-1.0, -2.0, -3.0, -9.0], dtype=torch.float64)
-    rollout = torch.tensor([-1.5, -1.0, -3.0, -1.0], dtype=torch.float64)
-    mask = torch.tensor([True, True, True, False])
+    old = torch.tensor([[-1.0, -2.0, -3.0, -9.0]], dtype=torch.float64)
+    rollout = torch.tensor([[-1.5, -1.0, -3.0, -1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False]])
     result = loss.mismatch(old, rollout, mask)
     differences = [0.5, -1.0, 0.0]
     expected = sum(math.exp(d) - 1 - d for d in differences)
     assert result.kl_sum.item() == pytest.approx(expected, rel=1e-12)
     assert result.ratio_max.item() == pytest.approx(math.e, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        ("k1", lambda p, q: p - q, lambda p, q: 1.0),
+        ("k2", lambda p, q: 0.5 * (p - q) ** 2, lambda p, q: p - q),
+        ("k3", lambda p, q: math.exp(q - p) - 1 + p - q, lambda p, q: 1 - math.exp(q - p)),
+    ],
+)
+def test_each_divergence_estimator_is_its_formula_and_its_derivative(estimator, value, slope):
+    policy = torch.tensor([[-1.0, -2.0, -0.1]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[-1.5, -0.5, -0.1]], dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    kl = loss.divergence(policy, reference, mask, estimator)
+    kl.sum().backward()
+    pairs = list(zip(policy[0].tolist(), reference[0].tolist(), strict=True))
+    assert kl[0].tolist() == pytest.approx([value(*pair) for pair in pairs], abs=1e-12)
+    assert policy.grad[0].tolist() == pytest.approx([slope(*pair) for pair in pairs], abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_divergence_estimate_is_the_divergence_on_average(estimator):
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    reference = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    estimates = loss.divergence(policy[None], reference[None], mask, estimator)[0]
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert (policy.exp() * estimates).sum().item() == pytest.approx(exact.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_gradient_of_a_divergence_loss_points_where_the_divergence_falls(estimator):
+    logits = torch.tensor([0.4, 0.1, -0.2], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
+    exact_policy = torch.log_softmax(logits, -1)
+    exact = (exact_policy.exp() * (exact_policy - reference)).sum()
+    (gradient,) = torch.autograd.grad(exact, logits)
+    policy = torch.log_softmax(logits, -1)
+    estimates = loss.divergence(
+        policy[None], reference[None], torch.ones(1, 3, dtype=torch.bool), estimator
+    )[0]
+    (sampled,) = torch.autograd.grad((policy.detach().exp() * estimates).sum(), logits)
+    if estimator == "k2":
+        torch.testing.assert_close(sampled, gradient)
+    assert torch.dot(sampled, gradient) > 0
+
+
+def test_correction_weights_are_truncated_or_masked_above_the_cap_without_gradient():
+    old = torch.tensor([[0.0, -1.0, -2.0, -1.0]], requires_grad=True)
+    rollout = torch.tensor([[-2.0, -1.5, -1.0, math.nan]])
+    mask = torch.tensor([[True, True, True, False]])
+    exact = [math.exp(2.0), math.exp(0.5), math.exp(-1.0), 1.0]
+    arguments = (old, rollout, mask)
+    truncated = loss.correction_weights(*arguments, "truncated", 2.0)
+    masked = loss.correction_weights(*arguments, "masked", 2.0)
+    assert truncated[0].tolist() == pytest.approx([2.0, *exact[1:]], rel=1e-6)
+    assert masked[0].tolist() == pytest.approx([0.0, *exact[1:]], rel=1e-6)
+    assert loss.correction_weights(*arguments, "none", 2.0)[0].tolist() == [1.0] * 4
+    assert not truncated.requires_grad
+
+
+def test_per_response_makes_the_mean_of_each_response_and_zero_of_none():
+    losses = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    assert loss.per_response(losses, mask).sum(-1).tolist() == [2.0, 0.0]

@@ -1,39 +1,15 @@
-"""The small rules of the policy: advantages, time limits, bias meter, seeds."""
+"""The small rules of the policy: time limits, bias meter, seeds."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.policy.advantages import group_relative
 from rollpacker.policy.bias_meter import BiasMeter, kaplan_meier_mean
 from rollpacker.policy.timeouts import TimeoutRules, next_anchor, time_limit
 from rollpacker.sampling import response_seed, response_seeds
 from rollpacker.types import DrawId
-
-rewards_strategy = st.lists(st.none() | st.floats(0, 1), max_size=12)
-
-
-@given(rewards_strategy)
-def test_advantages_sum_to_zero_and_are_finite(rewards: list[float | None]) -> None:
-    advantages = group_relative(rewards)
-    assert len(advantages) == len(rewards)
-    assert all(math.isfinite(a) for a in advantages)
-    assert sum(advantages) == pytest.approx(0, abs=1e-6)
-    assert all(a == 0 for a, r in zip(advantages, rewards, strict=True) if r is None)
-
-
-@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0], [None, 1.0], [], [None, None]])
-def test_a_group_without_two_different_rewards_has_no_advantage(rewards) -> None:
-    assert group_relative(rewards) == [0.0] * len(rewards)
-
-
-def test_a_missing_reward_is_left_out_of_the_statistics() -> None:
-    with_gap = group_relative([1.0, None, 0.0])
-    assert [with_gap[0], with_gap[2]] == group_relative([1.0, 0.0])
 
 
 def test_the_time_limit_follows_the_anchor_between_its_bounds() -> None:

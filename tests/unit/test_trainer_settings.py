@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.rpc.errors import InvalidArgumentError
+from rollpacker.settings import SettingsError, parse_run_settings
 from services.trainer.settings import RunSpec, parse_open_run_settings
 from tests.trainer_support import trainer_settings
 
@@ -37,6 +38,11 @@ def test_numbers_that_became_floats_on_the_wire_are_read_as_whole_numbers():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        ({}, 320.0),
+        ({"algorithm": "dr_grpo"}, 320.0),
+        ({"algorithm": "grpo"}, 16.0),
+        ({"algorithm": "rloo"}, 16.0),
+        ({"normaliser": "response_mean"}, 16.0),
         ({"normaliser": "response_cap"}, 320.0),
         ({"normaliser": "constant", "normaliser_tokens": 5}, 80.0),
         ({"normaliser": "step_tokens"}, None),
@@ -57,3 +63,42 @@ def test_the_hash_changes_with_settings_model_and_temperature_alone():
     ]
     assert base.settings_hash() == same.settings_hash()
     assert len({spec.settings_hash() for spec in [base, *others]}) == 5
+
+
+def run_with(sampling=None, batching=None, **trainer):
+    return parse_run_settings(
+        {
+            "model": "m",
+            "data": {"path": "d"},
+            "sampling": sampling or {},
+            "tail_batching": batching or {},
+            "trainer": trainer,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        ({"algorithm": "gspo", "normaliser": "response_cap"}, "normaliser: response_cap"),
+        ({"algorithm": "reinforce_plus_plus"}, "advantage_deviation: None"),
+        ({"algorithm": "grpo", "advantage_deviation": 0.5}, "advantage_deviation: 0.5"),
+        ({"old_logprobs": "rollout", "rollout_correction": "masked"}, "corrects the same"),
+        ({"normaliser": "step_tokens"}, "step_tokens with mode exact"),
+        ({"overlong_buffer_tokens": 2000}, "overlong_buffer_tokens: 2000 is above"),
+    ],
+)
+def test_an_algorithm_that_does_not_fit_together_is_refused_with_the_fix(trainer, named):
+    with pytest.raises(SettingsError, match=named):
+        run_with(**trainer)
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"rollout_correction": "truncated"}, {"old_logprobs": "rollout"}]
+)
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}])
+def test_logprobs_of_a_truncated_law_are_refused_as_importance_weights(trainer, sampling):
+    with pytest.raises(SettingsError, match="no importance weights"):
+        run_with(sampling, {"mode": "synchronous"}, **trainer)
+    run_with(sampling, {"mode": "synchronous"})
+    run_with(**trainer)

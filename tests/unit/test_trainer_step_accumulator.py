@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.trainer_reference import reference_gradients, with_shifted_logprobs
+from rollpacker.algorithms import ALGORITHMS
 from rollpacker.types import ASSISTANT, Segment
 from services.trainer.model import PolicyModel
 from services.trainer.packing import StreamPacker
@@ -27,11 +29,16 @@ def model_directory(tmp_path_factory):
 class Step:
     """A model and its sums, filled from groups as the service does it."""
 
-    def __init__(self, directory, temperature=1.0, **changes):
+    def __init__(self, directory, temperature=1.0, *, initial=None, **changes):
         self.settings = trainer_settings(**changes)
         self.model = PolicyModel(directory, self.settings.dtype, torch.device("cpu"), None)
         self.optimizer = make_optimizer(self.model, self.settings)
-        self.accumulator = StepAccumulator(self.model, self.settings, temperature, Ranks())
+        reference = None
+        if self.settings.kl_coefficient:
+            reference = PolicyModel(initial or directory, "float32", torch.device("cpu"), None)
+        self.accumulator = StepAccumulator(
+            self.model, self.settings, temperature, Ranks(), reference
+        )
 
     def fill(self, groups):
         packer = StreamPacker(1, self.settings.micro_batch_tokens)
@@ -119,23 +126,71 @@ def test_the_sum_is_divided_once_by_the_normaliser(model_directory, changes, nor
     assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"normaliser": "response_cap"}, {"normaliser": "constant", "normaliser_tokens": 9}]
-)
-def test_the_gradients_of_an_epoch_sum_to_the_same_whatever_groups_share_a_step(
-    model_directory, changes
+def algorithm_changes(algorithm, **changes):
+    if algorithm == "reinforce_plus_plus":
+        changes["advantage_deviation"] = 0.3
+    return {"algorithm": algorithm, **changes}
+
+
+VARIANTS = [
+    *(algorithm_changes(name, old_logprobs="rollout") for name in ALGORITHMS),
+    algorithm_changes("grpo", normaliser="constant", normaliser_tokens=9),
+    algorithm_changes("dapo", rollout_correction="truncated", rollout_correction_cap=1.2),
+    algorithm_changes("gspo", rollout_correction="masked", rollout_correction_cap=1.2),
+    *(algorithm_changes("dapo", kl_coefficient=0.3, kl_estimator=k) for k in ("k1", "k2", "k3")),
+    algorithm_changes("grpo", kl_coefficient=0.2, entropy_coefficient=0.1),
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=lambda c: "-".join(map(str, c.values())))
+class TestEveryLoss:
+    """Clipping on both sides: a quarter of the ratios is e^0.5, a quarter e^-0.5."""
+
+    def groups(self, directory, changes, count):
+        groups = [make_group(i, lengths=(0, 20)) for i in range(count)]
+        return with_shifted_logprobs(directory, changes["algorithm"], 0.7, groups)
+
+    def test_its_gradient_is_that_of_its_formula_over_single_responses(
+        self, model_directory, changes
+    ):
+        groups = self.groups(model_directory, changes, 11)
+        step = Step(model_directory, 0.7, **changes).fill(groups)
+        expected = reference_gradients(model_directory, step.settings, 0.7, groups)
+        assert_close(step.gradient(), torch.cat([g.flatten() for g in expected.values()]))
+
+    def test_the_gradients_of_an_epoch_sum_to_the_same_whatever_groups_share_a_step(
+        self, model_directory, changes
+    ):
+        groups = self.groups(model_directory, changes, 12)
+        by_length = sorted(groups, key=lambda group: group.race_key)
+        frozen = {"learning_rate": 0, "weight_decay": 0, "max_grad_norm": 1e9}
+        step = Step(model_directory, 0.7, **frozen, **changes)
+        before = step.weights()
+        in_order = sum(step.applied_gradient(groups[i : i + 4]) for i in (0, 4, 8))
+        resorted = sum(
+            step.applied_gradient(part)
+            for part in (by_length[:4], by_length[4:5], by_length[5:11], by_length[11:])
+        )
+        assert_close(resorted, in_order)
+        assert torch.equal(step.weights(), before)
+
+
+def test_the_divergence_pulls_a_policy_that_has_moved_back_to_the_initial_model(
+    model_directory, tmp_path
 ):
-    groups = [make_group(i) for i in range(12)]
-    by_length = sorted(groups, key=lambda group: group.race_key)
-    step = Step(model_directory, learning_rate=0, weight_decay=0, max_grad_norm=1e9, **changes)
-    before = step.weights()
-    in_order = sum(step.applied_gradient(groups[i : i + 4]) for i in (0, 4, 8))
-    resorted = sum(
-        step.applied_gradient(part)
-        for part in (by_length[:4], by_length[4:5], by_length[5:11], by_length[11:])
+    moved = make_model(tmp_path / "moved", seed=9)
+    silent = [
+        dataclasses.replace(
+            make_group(0, lengths=(20, 20)),
+            responses=tuple(make_response(range(1, 16), advantage=0.0) for _ in range(2)),
+        )
+    ]
+    step = Step(
+        moved, initial=model_directory, kl_coefficient=1.0, learning_rate=0.01, max_grad_norm=1e9
     )
-    assert_close(resorted, in_order)
-    assert torch.equal(step.weights(), before)
+    divergences = [step.fill(silent).update().sums.reference_kl for _ in range(4)]
+    assert divergences == sorted(divergences, reverse=True)
+    assert 0 < divergences[-1] < 0.9 * divergences[0]
 
 
 def test_step_tokens_depends_on_which_groups_share_a_step(model_directory):
