@@ -29,7 +29,7 @@ golden: .venv/installed  ## take the protos as they are for the ones that must n
 	$(BIN)/buf build --exclude-source-info -o protos/golden.binpb
 
 .PHONY: check
-check: check-code check-protos  ## everything that needs no running server: style, types, layers, protos
+check: check-code check-protos check-deploy  ## everything that needs no running server: style, types, layers, protos
 
 .PHONY: check-code
 check-code: .venv/installed
@@ -52,11 +52,56 @@ test: .venv/installed  ## run the tests; they start the servers that they need
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
 .PHONY: demo
-demo: .venv/installed  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n
+demo: .venv/installed  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n, ENGINE=sglang
 	$(BIN)/rollpacker demo $(DEMO_OPTIONS)
 
 .PHONY: demo-synchronous
 demo-synchronous: .venv/installed  ## only the run without tail batching
 	$(BIN)/rollpacker demo --only demo-synchronous $(DEMO_OPTIONS)
 
-DEMO_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(SEED),--seed $(SEED))
+DEMO_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(SEED),--seed $(SEED)) \
+  $(if $(ENGINE),--engine $(ENGINE))
+
+# SGLang declares CUDA packages that a CPU cannot load: the lock file is the whole environment.
+.venv-sglang/installed: requirements-sglang.lock
+	test -d .venv-sglang || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --no-deps --requirement requirements-sglang.lock
+	touch $@
+
+.PHONY: sglang
+sglang: .venv-sglang/installed  ## make .venv-sglang: SGLang for a CPU (3 GB)
+
+.PHONY: test-sglang
+test-sglang: .venv/installed .venv-sglang/installed  ## test the SGLang engine on a real SGLang
+	ROLLPACKER_TEST_SGLANG_PYTHON=$(abspath .venv-sglang/bin/python) OMP_NUM_THREADS=1 \
+	  $(BIN)/pytest -q tests/sglang $(TEST_OPTIONS)
+
+TOOLS := .venv-deploy/bin
+
+.venv-deploy/installed: deploy/requirements-tools.txt
+	test -d .venv-deploy || $(PYTHON) -m venv .venv-deploy
+	$(TOOLS)/pip install --quiet --requirement deploy/requirements-tools.txt
+	touch $@
+
+.PHONY: check-deploy
+check-deploy: .venv-deploy/installed  ## Dockerfiles and compose files, without a Docker engine
+	$(TOOLS)/hadolint services/*/Dockerfile
+	$(TOOLS)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose*.yaml
+	deploy/make_secrets.sh build/check-secrets
+	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
+	  -f deploy/compose.yaml config --quiet
+	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
+	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml config --quiet
+
+.PHONY: secrets
+secrets:  ## certificates, tokens and passwords for deploy/compose.yaml, in deploy/secrets
+	deploy/make_secrets.sh deploy/secrets
+
+.PHONY: certs
+certs:  ## renew the certificates of deploy/secrets; running services take them up
+	deploy/make_secrets.sh --renew deploy/secrets
+
+.PHONY: test-compose
+test-compose: .venv/installed .venv-deploy/installed  ## build the images and train through the stack; needs docker
+	COMPOSE="$(CURDIR)/$(TOOLS)/docker-compose" OMP_NUM_THREADS=1 \
+	  $(BIN)/pytest -q -s tests/deploy/compose_scenario.py

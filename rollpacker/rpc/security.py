@@ -34,7 +34,11 @@ from rollpacker.rpc.errors import (
 
 SERVER_NAME = "rollpacker-service"
 PREFIX = "ROLLPACKER_SECURITY_"
-ROLES = ("viewer", "operator", "service")  # each may do what those before it may
+MAY_CALL = {  # what a token of a role may call, by the role that a call needs
+    "viewer": ("viewer",),
+    "operator": ("viewer", "operator"),
+    "service": ("service",),  # so a reward service that was taken over cannot start or stop runs
+}
 _LOOPBACK = ("127.0.0.1:", "localhost:", "[::1]:", "unix:")
 _TLS_FIELDS = ("certificate_file", "key_file", "ca_file")
 _OPEN_METHODS = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
@@ -176,9 +180,9 @@ class TokenTable:
                 f"{method} needs a token; send `authorization: Bearer ...`, or set"
                 f" {PREFIX}TOKEN_FILE",
             )
-        if ROLES.index(role) < ROLES.index(needed):
+        if needed not in MAY_CALL[role]:
             raise PermissionDeniedError(
-                "ROLE_TOO_LOW", f"{method} needs a token of role {needed}; this one is {role}"
+                "WRONG_ROLE", f"{method} needs a token of role {needed}; this one is {role}"
             )
 
     def _follow(self) -> None:
@@ -195,17 +199,17 @@ def parse_accepted_tokens(text: str) -> dict[str, str]:
         words = line.split()
         if not words:
             continue
-        if len(words) != 2 or words[0] not in ROLES or len(words[1]) != 64:
+        if len(words) != 2 or words[0] not in MAY_CALL or len(words[1]) != 64:
             raise InvalidArgumentError.field(
                 "accepted_tokens_file",
-                f"line {number} is not `ROLE SHA256`, with a ROLE of {', '.join(ROLES)}",
+                f"line {number} is not `ROLE SHA256`, with a ROLE of {', '.join(MAY_CALL)}",
             )
         roles[words[1]] = words[0]
     return roles
 
 
 def needed_role(method: str) -> str | None:
-    """The least role that may call `/package.Service/Method`; None: anyone with a certificate.
+    """The role that is needed to call `/package.Service/Method`; None: anyone with a certificate.
 
     What is not listed as harmless needs more: a new call of the coordinator an operator, a new
     service a process of the installation.

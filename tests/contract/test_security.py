@@ -95,9 +95,26 @@ async def stop_run(address: str) -> pb.StopRunResponse:
 async def test_a_service_and_people_with_certificate_and_token_get_in(
     server: RpcServer, secrets: Path, act_as: Act
 ) -> None:
-    for name in ("trainer", "operator", "viewer"):
+    for name in ("operator", "viewer"):
         act_as(secrets / name)
         await list_workers(server.address)
+    act_as(secrets / "trainer")
+    async with client.open_channel(server.address) as channel:
+        beat = pb.HeartbeatRequest(worker_id="t", address="x:1", kind=pb.WORKER_KIND_TRAINER)
+        await pb_grpc.CoordinatorServiceStub(channel).Heartbeat(beat, timeout=10)
+
+
+async def test_a_service_that_was_taken_over_cannot_stop_runs_nor_people_pose_as_workers(
+    server: RpcServer, secrets: Path, act_as: Act
+) -> None:
+    act_as(secrets / "reward")
+    with pytest.raises(errors.PermissionDeniedError):
+        await stop_run(server.address)
+    act_as(secrets / "operator")
+    async with client.open_channel(server.address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        with pytest.raises(errors.PermissionDeniedError):
+            await client.call(lambda: stub.Heartbeat(pb.HeartbeatRequest(), timeout=10))
 
 
 async def test_a_caller_without_certificate_is_refused(server: RpcServer, secrets: Path) -> None:
@@ -170,7 +187,7 @@ async def test_a_viewer_cannot_stop_a_run_and_an_operator_can(
     act_as(secrets / "viewer")
     with pytest.raises(errors.PermissionDeniedError) as refused:
         await stop_run(server.address)
-    assert refused.value.reason == "ROLE_TOO_LOW"
+    assert refused.value.reason == "WRONG_ROLE"
     act_as(secrets / "operator")
     with pytest.raises(errors.ServiceError) as reached:  # the fake knows no such run
         await stop_run(server.address)
@@ -281,8 +298,9 @@ def test_a_wrong_line_of_accepted_tokens_is_named(line: str) -> None:
 )
 @given(method=st.sampled_from(METHODS[: len(SERVICES[0].methods)]), junk=st.binary(max_size=64))
 async def test_malformed_messages_get_a_status_and_the_service_lives(
-    server: RpcServer, secrets: Path, method: str, junk: bytes
+    server: RpcServer, secrets: Path, act_as: Act, method: str, junk: bytes
 ) -> None:
+    act_as(secrets / ("reward" if method.endswith("/Heartbeat") else "operator"))
     async with client.open_channel(server.address) as channel:
         call = channel.unary_stream(method)(b"\xff" + junk, timeout=10)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

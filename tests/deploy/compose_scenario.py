@@ -1,0 +1,211 @@
+"""The deployment, for real: `make test-compose` builds the images and trains through the stack.
+
+One small run goes through it from the host, by the CLI. While it runs, rollout and reward are
+scaled up and down, one container of each service is killed with SIGKILL, and the whole stack is
+restarted. The trained set must be exact all the same: each prompt once, each step full. Not
+collected by `make test`: it needs a Docker engine (engine.py starts one), compose and some minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.engine import ROOT, SERVICES, build_images, docker_engine, make_base_images, run
+
+pytestmark = pytest.mark.timeout(3600)
+PROMPTS_PER_STEP, STEPS = 4, 14
+PORT = "17777"
+TAG = "test"
+DIRECTORY = Path(os.environ.get("ROLLPACKER_DOCKER_DIRECTORY", "/var/tmp/rollpacker-docker"))
+COMPOSE = os.environ.get("COMPOSE", "docker compose").split()
+LIMITS = {"coordinator": 600e6, "reward": 800e6, "rollout": 2.5e9, "trainer": 2.5e9}  # bytes
+
+
+class Stack:
+    """The stack of deploy/compose.yaml under a project name of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.data = directory / "data"
+        self.secrets = directory / "secrets"
+        self.environment = {
+            **os.environ,
+            "COMPOSE_PROJECT_NAME": "rollpacker-test",
+            "ROLLPACKER_DATA": str(self.data),
+            "ROLLPACKER_SECRETS": str(self.secrets),
+            "ROLLPACKER_TAG": TAG,
+            "ROLLPACKER_PORT": PORT,
+        }
+
+    def compose(self, *words: str) -> str:
+        files = ("-f", str(ROOT / "deploy" / "compose.yaml"))
+        return run(*COMPOSE, *files, *words, timeout=600, env=self.environment)
+
+    def up(self, **replicas: int) -> None:
+        scale = [w for service, n in replicas.items() for w in ("--scale", f"{service}={n}")]
+        self.compose("up", "--detach", "--no-build", "--no-recreate", "--wait",
+                     "--wait-timeout", "500", *scale)  # fmt: skip
+
+    def containers(self, service: str) -> list[str]:
+        return self.compose("ps", "--quiet", service).split()
+
+    def inspect(self, container: str, what: str) -> str:
+        return run("docker", "inspect", "-f", "{{" + what + "}}", container).strip()
+
+    def inside(self, container: str, code: str) -> subprocess.CompletedProcess[str]:
+        words = ["docker", "exec", container, "python3", "-c", code]
+        return subprocess.run(words, check=False, capture_output=True, text=True, timeout=120)
+
+    def crash(self, service: str) -> None:
+        """SIGKILL to the process of one container, as a crash; it must come back."""
+        container = self.containers(service)[0]
+        before = self.inspect(container, ".State.StartedAt")
+        os.kill(int(self.inspect(container, ".State.Pid")), signal.SIGKILL)
+        until(lambda: self.inspect(container, ".State.StartedAt") != before, f"{service} is back")
+
+    def cli(self, role: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """`rollpacker` on the host, with the certificate and token of a role."""
+        folder = self.secrets / role
+        identity = {
+            "ROLLPACKER_COORDINATOR": f"127.0.0.1:{PORT}",
+            "ROLLPACKER_SECURITY_CERTIFICATE_FILE": str(folder / "tls.crt"),
+            "ROLLPACKER_SECURITY_KEY_FILE": str(folder / "tls.key"),
+            "ROLLPACKER_SECURITY_CA_FILE": str(folder / "ca.crt"),
+            "ROLLPACKER_SECURITY_TOKEN_FILE": str(folder / "token"),
+        }
+        command = [str(Path(sys.executable).with_name("rollpacker")), *words]
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=120,
+            env={**os.environ, **identity},
+        )  # fmt: skip
+
+    def asked(self, *words: str) -> list[dict[str, object]]:
+        answer = self.cli("viewer", *words, "--json")
+        return [json.loads(line) for line in answer.stdout.splitlines()]
+
+    def steps(self) -> int:
+        return len(self.asked("steps", "job"))
+
+    def workers(self, kind: str) -> int:
+        return sum(kind in str(w["kind"]).lower() for w in self.asked("workers"))
+
+
+def until(condition: object, what: str, seconds: float = 400) -> None:
+    """Wait for something that must come."""
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, f"waited {seconds:.0f} s until {what}"
+        time.sleep(1)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    with docker_engine(DIRECTORY):
+        make_base_images(DIRECTORY)
+        sizes = build_images(DIRECTORY, TAG)
+        print(json.dumps({"image_megabytes": {k: round(v / 1e6) for k, v in sizes.items()}}))
+        assert all(sizes[service] < LIMITS[service] for service in SERVICES), sizes
+        stack = Stack(DIRECTORY / "stack")
+        shutil.rmtree(DIRECTORY / "stack", ignore_errors=True)
+        run(ROOT / "deploy" / "make_secrets.sh", stack.secrets)
+        write_job(stack.data)
+        try:
+            stack.up()
+            yield stack
+        finally:
+            print(stack.compose("logs", "--tail", "15", "--no-color")[-12000:])
+            stack.compose("down", "--volumes", "--timeout", "20")
+
+
+def write_job(data: Path) -> None:
+    """The demo's model on as many prompts as fill the steps."""
+    shutil.copytree(ROOT / "demo" / "gcd" / "model", data / "model")
+    rows = (ROOT / "demo" / "gcd" / "train.jsonl").read_text().splitlines()
+    (data / "train.jsonl").write_text("\n".join(rows[: PROMPTS_PER_STEP * STEPS]) + "\n")
+    shutil.copy(ROOT / "demo" / "gcd" / "run.yaml", data / "job.yaml")
+
+
+def test_each_service_runs_confined(stack: Stack) -> None:
+    for service in SERVICES:
+        container = stack.containers(service)[0]
+        assert stack.inspect(container, ".State.Health.Status") == "healthy"
+        assert stack.inside(container, "import os; print(os.getuid())").stdout == "10001\n"
+        assert "Read-only file system" in stack.inside(container, "open('/opt/x', 'w')").stderr
+        confined = (
+            "print([w for w in open('/proc/self/status') if w.startswith(('CapEff','NoNew'))])"
+        )
+        said = stack.inside(container, confined).stdout
+        assert "0000000000000000" in said
+        assert "NoNewPrivs:\\t1" in said
+
+
+def test_coordinator_and_reward_hold_no_torch(stack: Stack) -> None:
+    for service, there in (("coordinator", False), ("reward", False), ("trainer", True)):
+        code = "import importlib.util as u; print(u.find_spec('torch') is not None)"
+        assert stack.inside(stack.containers(service)[0], code).stdout == f"{there}\n"
+
+
+def test_reward_reaches_neither_redis_nor_the_outside(stack: Stack) -> None:
+    reach = "import socket; socket.create_connection(({!r}, {}), 5)"
+    address = "range .NetworkSettings.Networks}}{{.IPAddress}}{{end"
+    redis = stack.inspect(stack.containers("redis")[0], address)
+    reward, trainer = (stack.containers(name)[0] for name in ("reward", "trainer"))
+    assert stack.inside(trainer, reach.format("redis", 6379)).returncode == 0
+    for host, port in (("redis", 6379), (redis, 6379), ("192.0.2.1", 443)):
+        refused = stack.inside(reward, reach.format(host, port))
+        assert refused.returncode == 1
+        assert "Error" in refused.stderr
+    outside = stack.inside(trainer, reach.format("192.0.2.1", 443))
+    assert "Network is unreachable" in outside.stderr
+
+
+def test_a_viewer_from_the_host_cannot_start_a_run(stack: Stack) -> None:
+    refused = stack.cli("viewer", "submit", str(stack.data / "job.yaml"), "--run-id", "job")
+    assert refused.returncode != 0
+    assert "role operator" in refused.stderr + refused.stdout
+
+
+def test_a_run_survives_scaling_crashes_and_a_restart_with_an_exact_trained_set(
+    stack: Stack,
+) -> None:
+    overrides = (
+        f"tail_batching.prompts_per_step={PROMPTS_PER_STEP}",
+        "tail_batching.responses_per_prompt=4",
+        "sampling.max_response_tokens=256",
+        "validation.prompts=1",
+    )
+    job = str(stack.data / "job.yaml")
+    started = stack.cli("operator", "submit", job, "--run-id", "job", *overrides)
+    assert started.returncode == 0, started.stderr
+    until(lambda: stack.steps() >= 1, "the first step is committed")
+    stack.up(rollout=3, reward=2)
+    until(lambda: stack.workers("rollout") == 3 and stack.workers("reward") == 2, "all joined")
+    for service in ("rollout", "reward", "trainer", "coordinator", "redis"):
+        done = stack.steps()
+        assert done < STEPS, "the run ended before everything had been killed"
+        stack.crash(service)
+        until(lambda done=done: stack.steps() > done, f"a step after the crash of {service}")
+    stack.compose("restart", "--timeout", "20")
+    stack.up(rollout=1, reward=1)
+    until(lambda: ended(stack), "the run has ended")
+    (job_run,) = stack.asked("status")
+    assert job_run["state"] == "STATE_SUCCEEDED", job_run
+    steps = stack.asked("steps", "job")
+    trained = [draw["prompt_id"] for step in steps for draw in step["draws"]]  # type: ignore[attr-defined]
+    assert len(steps) == STEPS
+    assert len(trained) == len(set(trained)) == PROMPTS_PER_STEP * STEPS
+
+
+def ended(stack: Stack) -> bool:
+    runs = stack.asked("status")
+    return bool(runs) and runs[0]["state"] not in ("STATE_RUNNING", "STATE_STOPPING")
