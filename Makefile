@@ -65,7 +65,7 @@ DEMO_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(SEED),--seed $(SEED)) \
 # SGLang declares CUDA packages that a CPU cannot load: the lock file is the whole environment.
 .venv-sglang/installed: requirements-sglang.lock
 	test -d .venv-sglang || $(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/pip install --quiet --no-deps --requirement requirements-sglang.lock
+	.venv-sglang/bin/pip install --quiet --no-deps --requirement requirements-sglang.lock $(PIP_OPTIONS)
 	touch $@
 
 .PHONY: sglang

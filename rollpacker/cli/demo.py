@@ -31,6 +31,13 @@ SYNCHRONOUS = "demo-synchronous"
 _PATIENCE_SECONDS = 300.0  # the stack restarts a coordinator that died; the stack knows its limit
 
 
+class Engine(enum.StrEnum):
+    """What samples the responses."""
+
+    TORCH = "torch"
+    SGLANG = "sglang"
+
+
 class Model(enum.StrEnum):
     """Which directory below demo/ is run."""
 
@@ -45,6 +52,9 @@ def demo(
         Path | None, typer.Option(help="Another run file, instead of that of the model.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of data order and responses.")] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="The embedded engine, or SGLang (`make sglang` installs it).")
+    ] = Engine.TORCH,
     only: Annotated[
         str, typer.Option(metavar="RUN", help=f"{DEMO} or {SYNCHRONOUS}; default: both.")
     ] = "",
@@ -64,7 +74,10 @@ def demo(
             with directory_lock(state.stack_directory):  # nobody runs it now
                 pass
         print(state.open(wanted), flush=True)
-    stack = LocalStack(state.stack_directory, run_directory=directory)
+        rollout_settings = engine_settings(engine)
+    stack = LocalStack(
+        state.stack_directory, run_directory=directory, rollout_settings=rollout_settings
+    )
 
     async def work() -> None:
         print(f"starting Redis and the services; logs: {stack_logs(state)}", flush=True)
@@ -86,6 +99,19 @@ def wanted_runs(only: str) -> list[str]:
     if only and only not in (DEMO, SYNCHRONOUS):
         raise CommandError(f"--only: {only} is neither {DEMO} nor {SYNCHRONOUS}", WRONG_INPUT)
     return [only] if only else [DEMO, SYNCHRONOUS]
+
+
+def engine_settings(engine: Engine) -> dict[str, object]:
+    """Settings of the rollout replicas that choose the engine. Raises CommandError."""
+    if engine is Engine.TORCH:
+        return {}
+    python = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+    if not python.is_file():
+        raise CommandError(
+            f"{python} is missing; `make sglang` in a checkout of the repository installs SGLang",
+            WRONG_INPUT,
+        )
+    return {"engine": engine.value, "sglang_python": python}
 
 
 def run_file(model: Model) -> Path:

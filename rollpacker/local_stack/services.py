@@ -79,8 +79,16 @@ def redis_spec(server: RedisServer) -> ProcessSpec:
     return ProcessSpec(REDIS, server.command, stop_stage=2)
 
 
-def service_specs(size: StackSize, layout: StackLayout, redis_url: str) -> list[ProcessSpec]:
-    """The coordinator, which is stopped first and so ends its run cleanly, and the workers."""
+def service_specs(
+    size: StackSize,
+    layout: StackLayout,
+    redis_url: str,
+    rollout_settings: Mapping[str, object] | None = None,
+) -> list[ProcessSpec]:
+    """The coordinator, which is stopped first and so ends its run cleanly, and the workers.
+
+    `rollout_settings`: more settings of the rollout replicas, by field.
+    """
     coordinator = ProcessSpec(
         COORDINATOR,
         _module("services.coordinator"),
@@ -93,16 +101,23 @@ def service_specs(size: StackSize, layout: StackLayout, redis_url: str) -> list[
         stop_stage=0,
         grace_seconds=_COORDINATOR_GRACE_SECONDS,
     )
-    workers = [_worker_spec(name, size, layout, redis_url) for name in size.worker_names()]
+    more = {"rollout": rollout_settings or {}}
+    workers = [
+        _worker_spec(name, size, layout, redis_url, more.get(name.partition("-")[0], {}))
+        for name in size.worker_names()
+    ]
     return [coordinator, *workers]
 
 
-def _worker_spec(name: str, size: StackSize, layout: StackLayout, redis_url: str) -> ProcessSpec:
+def _worker_spec(
+    name: str, size: StackSize, layout: StackLayout, redis_url: str, more: Mapping[str, object]
+) -> ProcessSpec:
     kind = name.partition("-")[0]
     settings: dict[str, object] = {
         "worker_id": name,
         "address": layout.address(name),
         "coordinator_address": layout.coordinator_address,
+        **more,
     }
     if kind != "reward":
         settings["weights_root"] = layout.weights

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,11 +47,16 @@ class LocalStack:
         trainers: int = 1,
         run_directory: Path | None = None,
         coordinator_port: int | None = None,
+        rollout_settings: Mapping[str, object] | None = None,
         start_seconds: float = 180.0,
         limits: RestartLimits | None = None,
     ) -> None:
-        """`run_directory` (default: `directory`/runs) is where runs leave their outputs."""
+        """`run_directory` (default: `directory`/runs) is where runs leave their outputs.
+
+        `rollout_settings`: settings of the rollout replicas, by field (`engine`: `sglang`).
+        """
         self._size = StackSize(rollouts, rewards, trainers)
+        self._rollout_settings = rollout_settings or {}
         self._start_seconds = start_seconds
         self._limits = limits
         self._coordinator_port = coordinator_port
@@ -164,7 +169,8 @@ class LocalStack:
 
         self.supervisor.start(services.redis_spec(server))
         await self._wait_until_none(not_ready)
-        for spec in services.service_specs(self._size, self.layout, server.url):
+        specs = services.service_specs(self._size, self.layout, server.url, self._rollout_settings)
+        for spec in specs:
             self.supervisor.start(spec)
         await self.wait_ready()
 

@@ -5,6 +5,9 @@ SIGTERM ends it; the responses that still run are handed back and go on elsewher
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import torch
 import uvloop
 
@@ -12,8 +15,10 @@ from rollpacker.observability import set_up_logging
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2_grpc
+from services.rollout.engine import Engine
 from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
 from services.rollout.settings import RolloutServiceSettings
+from services.rollout.sglang_engine import SglangEngine, SglangOptions
 from services.rollout.torch_engine import TorchEngine
 
 
@@ -27,14 +32,7 @@ def main() -> None:
 
 async def run(settings: RolloutServiceSettings) -> None:
     """The life of one replica."""
-    engine = TorchEngine(
-        slots=settings.slots,
-        kv_budget_tokens=settings.kv_budget_tokens,
-        max_context_tokens=settings.max_context_tokens,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-    )
+    engine = make_engine(settings)
     servicer = RolloutServicer(
         engine, replica_id=settings.worker_id, weights_root=settings.weights_root
     )
@@ -62,6 +60,35 @@ async def run(settings: RolloutServiceSettings) -> None:
         await serve(server, address_file=settings.address_file, background=background)
     finally:
         await engine.close()
+
+
+def make_engine(settings: RolloutServiceSettings) -> Engine:
+    """The engine that the settings ask for."""
+    if settings.engine == "sglang":
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call
+        return SglangEngine(
+            SglangOptions(
+                url=settings.sglang_url,
+                python=settings.sglang_python or sys.executable,
+                device=settings.device,
+                dtype=settings.dtype,
+                slots=settings.slots,
+                kv_budget_tokens=settings.kv_budget_tokens,
+                max_context_tokens=settings.max_context_tokens,
+                threads=settings.threads,
+                start_seconds=settings.sglang_start_seconds,
+                silence_seconds=settings.sglang_silence_seconds,
+                extra_arguments=settings.sglang_arguments,
+            )
+        )
+    return TorchEngine(
+        slots=settings.slots,
+        kv_budget_tokens=settings.kv_budget_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+    )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from rollpacker.settings import WorkerSettings
@@ -17,7 +17,9 @@ class RolloutServiceSettings(WorkerSettings):
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="ROLLPACKER_ROLLOUT_")
 
     weights_root: Path = Field(description="weights are loaded from below it only")
-    engine: Literal["torch"] = Field("torch", description="the embedded engine")
+    engine: Literal["torch", "sglang"] = Field(
+        "torch", description="torch: the embedded engine; sglang: an SGLang server"
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     slots: int = Field(512, ge=1, description="responses decoded at once")
@@ -28,3 +30,24 @@ class RolloutServiceSettings(WorkerSettings):
         0, ge=0, description="cap of prompt and response together; 0: the model's own"
     )
     threads: int = Field(1, ge=1, description="CPU threads of one tensor operation")
+    sglang_python: str = Field(
+        "", description="interpreter that has SGLang; default: the one of this service"
+    )
+    sglang_url: str = Field(
+        "", description="an SGLang server to attach to; default: one is launched and kept alive"
+    )
+    sglang_arguments: tuple[str, ...] = Field(
+        (), description="more arguments of sglang.launch_server, as a JSON list"
+    )
+    sglang_start_seconds: float = Field(
+        600.0, gt=0, description="a server that is not ready by then is given up"
+    )
+    sglang_silence_seconds: float = Field(
+        60.0, gt=0, description="without a token for so long, a server with work is probed"
+    )
+
+    @model_validator(mode="after")
+    def _fits_engine(self) -> Self:
+        if self.engine == "sglang" and self.dtype == "float64":
+            raise ValueError("dtype: float64 is not one of SGLang's; use float32 or bfloat16")
+        return self
