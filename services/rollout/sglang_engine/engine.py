@@ -55,6 +55,7 @@ _SERVER_ERRORS = (
     SglangRefusedError,
     PortError,
 )
+_LIMITS = RestartLimits(count=5, window_seconds=1800.0)  # a start takes a minute or more
 _ABORT_REPEAT_SECONDS = 0.3  # a request may still be on its way to the server
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class SglangEngine:
         """`limits`: how often within what time a lost server is brought up again."""
         self._options = options
         self._directory = Path(tempfile.mkdtemp(prefix="rollpacker-sglang-"))
-        self._policy = RestartPolicy(limits or RestartLimits())
+        self._policy = RestartPolicy(limits or _LIMITS)
         self._counters = EngineCounters()
         self._model: ModelDirectory | None = None
         self._server: SglangServer | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,10 @@ class WeightsNotProvenError(Exception):
     """What the server holds is not what the files hold."""
 
 
+def _new_place(directory: Path) -> Path:
+    return directory / f"model-{next(_numbers)}"
+
+
 class SglangServer:
     """One server and the weights that it serves."""
 
@@ -60,6 +65,7 @@ class SglangServer:
         self._options = options
         self._directory = directory
         self._process = process
+        self._shown = directory  # what the server was shown last, below `directory`
 
     @property
     def pid(self) -> int:
@@ -75,7 +81,7 @@ class SglangServer:
         `directory` holds logs and what the server is shown. Raises ServerProcessError,
         UnsupportedVersionError, WeightsNotProvenError, SglangGoneError, SglangRefusedError.
         """
-        shown = served_model.show(model, directory / f"model-{next(_numbers)}")
+        shown = served_model.show(model, _new_place(directory))
         process = None
         url = options.url
         if not url:
@@ -86,8 +92,9 @@ class SglangServer:
             command = launch.command(options, shown, port, tensor_parallel)
             process = await ServerProcess.start(command, environment, directory / "sglang.log")
         server = cls(options, directory, SglangClient(url), process, tensor_parallel)
+        server._shown = shown
         try:
-            await server._prove(model, shown)
+            await server._prove(model)
         except BaseException:
             await server.close()
             raise
@@ -98,9 +105,10 @@ class SglangServer:
 
         After an error the server's weights are unknown.
         """
-        shown = served_model.show(model, self._directory / f"model-{next(_numbers)}")
-        await self.client.update_weights_from_disk(str(shown))
+        before, self._shown = self._shown, served_model.show(model, _new_place(self._directory))
+        await self.client.update_weights_from_disk(str(self._shown))
         await self._check_weights(model)
+        shutil.rmtree(before)
 
     async def lost(
         self, responses_run: Callable[[], bool], last_token_at: Callable[[], float]
@@ -135,11 +143,11 @@ class SglangServer:
         if self._process is not None:
             await self._process.kill()
 
-    async def _prove(self, model: ModelDirectory, shown: Path) -> None:
+    async def _prove(self, model: ModelDirectory) -> None:
         info = await self._until_ready()
         check_version(str(info["version"]))
         if self._process is None:
-            await self.client.update_weights_from_disk(str(shown))
+            await self.client.update_weights_from_disk(str(self._shown))
         await self._check_weights(model)
         name = f"probe-{next(_numbers):018d}"
         self.replays_by_seed = await honours_seeds(self.client, model.vocabulary, name)

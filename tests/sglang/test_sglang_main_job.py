@@ -1,0 +1,66 @@
+"""The whole main job with SGLang as its engine, beside the same job with the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import Struct
+
+from rollpacker.local_stack import LocalStack
+from rollpacker.rpc.client import call_until, open_channel
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
+from services.coordinator.outputs import read_step_samples
+from tests.sglang.conftest import PYTHON
+from tests.tiny_run import run_settings, write_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+
+PROMPTS, STEPS = 16, 4
+OPEN_STATES = (pb.Run.STATE_RUNNING, pb.Run.STATE_STOPPING)
+
+
+async def trained(directory: Path, values: dict[str, Any], engine: dict[str, object]) -> list[Any]:
+    """What each step of a run trained: (draw, index, tokens, finish reason, reward)."""
+    settings = Struct()
+    settings.update(values)
+    async with LocalStack(directory, rollout_settings=engine) as stack:
+        async with open_channel(stack.coordinator_address) as channel:
+            stub: Any = pb_grpc.CoordinatorServiceStub(channel)
+
+            async def ask(make: Any) -> Any:
+                return await call_until(make, seconds=120, what="the coordinator")
+
+            start = pb.StartRunRequest(run_id="job", settings=settings)
+            await ask(lambda: stub.StartRun(start, timeout=30))
+            get = pb.GetRunRequest(run_id="job")
+            while (run := (await ask(lambda: stub.GetRun(get, timeout=30))).run).state in (
+                OPEN_STATES
+            ):
+                stack.supervisor.check()
+                await asyncio.sleep(0.1)
+            assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
+        outputs = stack.layout.run_directory / "job"
+    return [
+        [
+            (str(group.draw.id), each.response.index, each.response.token_ids, each.reward)
+            for group in read_step_samples(outputs, step) or []
+            for each in group.responses
+        ]
+        for step in range(STEPS)
+    ]
+
+
+async def test_a_run_trains_the_same_responses_on_sglang_and_on_the_embedded_engine(tmp_path):
+    write_model(tmp_path / "model")
+    values = run_settings(tmp_path, PROMPTS)
+    size = {"slots": 64, "kv_budget_tokens": 8192}
+    ours = await trained(tmp_path / "torch", values, size)
+    theirs = await trained(
+        tmp_path / "sglang", values, {**size, "engine": "sglang", "sglang_python": PYTHON}
+    )
+    assert sum(map(len, ours)) == PROMPTS * 2
+    assert theirs == ours
