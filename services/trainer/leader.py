@@ -100,7 +100,7 @@ class Leader:
     def _guard(self, work: Callable[[], Result]) -> Result:
         """Runs in the thread: no work after a failure."""
         if self._failure is not None:
-            raise UnavailableError("TRAINER_FAILED", f"the trainer is ending: {self._failure}")
+            raise self._ending()
         try:
             return work()
         except ModelNotFoundError:
@@ -109,4 +109,8 @@ class Leader:
             self._failure = error
             self._loop.call_soon_threadsafe(self._failed.set)
             _log.exception("the torch thread failed")
-            raise
+            raise self._ending() from error
+
+    def _ending(self) -> UnavailableError:
+        """What callers are told: the call may be repeated, to the process that follows."""
+        return UnavailableError("TRAINER_FAILED", f"the trainer is ending: {self._failure}")
