@@ -1,0 +1,353 @@
+"""Runs of a tiny model in a real local stack: what the proofs of the whole job share.
+
+`running_stack` is a `LocalStack` (four services and Redis as processes) with small calls around
+it; when it ends, no process that it ever had is left. A test that disturbs a run does so at a
+`Moment`, a point in the life of the run that is read from Redis: nothing here depends on how fast
+a machine is. What a run did is a `Trace`; two runs did the same if their traces are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf.struct_pb2 import Struct
+from redis.asyncio import Redis
+
+from rollpacker.local_stack import LocalStack
+from rollpacker.local_stack.restart_policy import RestartLimits
+from rollpacker.rpc.client import call, call_until, open_channel
+from rollpacker.rpc.errors import UnavailableError
+from rollpacker.store import keys
+from rollpacker.store.redis_client import connect
+from rollpacker.types import PromptGroup
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
+from rollpacker.v1 import rollout_service_pb2 as rollout_pb
+from rollpacker.v1 import rollout_service_pb2_grpc as rollout_pb_grpc
+from services.coordinator.outputs import read_step_samples
+from tests.tiny_run import run_settings
+
+# float64 in the engine: no two scores are so close that the batch around them decides.
+# One slot: a replica decodes one response after the other, so that most of a step is rollout.
+# Short leases: what was paused is missed soon.
+ENVIRONMENT = {
+    "ROLLPACKER_ROLLOUT_DTYPE": "float64",
+    "ROLLPACKER_ROLLOUT_SLOTS": "1",
+    "ROLLPACKER_COORDINATOR_WORKER_LEASE_SECONDS": "2",
+    "ROLLPACKER_COORDINATOR_COORDINATOR_LEASE_SECONDS": "2",
+}
+PATIENT = RestartLimits(count=100, first_delay_seconds=0.05, longest_delay_seconds=0.1)
+AWAY_SECONDS = 120.0  # how long the coordinator may take to come back
+_POLL_SECONDS = 0.001
+_OPEN_STATES = (pb.Run.STATE_RUNNING, pb.Run.STATE_STOPPING)
+
+OUTCOME = 1_000  # the stage of a step whose outcome is fixed and whose update is asked for
+RESULT = 1_001  # the stage of a step whose update is recorded, not committed
+
+
+class Moment(NamedTuple):
+    """A point in the life of a run; moments of one run are in order."""
+
+    step: int  # committed steps
+    stage: int  # of the next one: groups in its sample stream, then OUTCOME, then RESULT
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run did: everything that timing and faults must not change."""
+
+    schedule: list[Any]  # per step its kind, level and ordered (draw, seeds)
+    responses: list[Any]  # per step its ordered (draw, index, tokens, finish reason, reward)
+    updates: list[Any]  # per step the loss and the gradient norm, as the trainer computed them
+    weights: dict[str, bytes]  # the published versions that are kept, bit by bit
+
+
+class RealStack:
+    """A running stack, and the calls that tests make."""
+
+    def __init__(self, stack: LocalStack, redis: Redis, channels: dict[str, Any]) -> None:
+        """`channels`: to the coordinator and the replicas, by process name."""
+        self.stack = stack
+        self.redis = redis
+        self.directory = stack.layout.directory
+        self.processes: dict[int, str] = {}  # every process ever seen, with its start time
+        self._stub: Any = pb_grpc.CoordinatorServiceStub(channels["coordinator"])
+        self._replicas: dict[str, Any] = {
+            name: rollout_pb_grpc.RolloutServiceStub(channel)
+            for name, channel in channels.items()
+            if name.startswith("rollout")
+        }
+
+    # --- runs ---------------------------------------------------------------------------------
+
+    async def start(self, run_id: str, values: dict[str, Any]) -> None:
+        settings = Struct()
+        settings.update(values)
+        request = pb.StartRunRequest(run_id=run_id, settings=settings)
+        await self._call(lambda: self._stub.StartRun(request, timeout=30))
+
+    async def get(self, run_id: str) -> pb.Run:
+        request = pb.GetRunRequest(run_id=run_id)
+        return (await self._call(lambda: self._stub.GetRun(request, timeout=30))).run
+
+    async def workers(self) -> set[str]:
+        """Ids of the workers with a lease."""
+        request = pb.ListWorkersRequest()
+        answer = await self._call(lambda: self._stub.ListWorkers(request, timeout=30))
+        return {worker.worker_id for worker in answer.workers}
+
+    async def succeeded(self, run_id: str) -> pb.Run:
+        """Wait for the end of the run, which must be a good one."""
+        while (run := await self.get(run_id)).state in _OPEN_STATES:
+            self.stack.supervisor.check()
+            await asyncio.sleep(0.02)
+        assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
+        return run
+
+    async def run(self, run_id: str, values: dict[str, Any]) -> Trace:
+        """A whole run."""
+        await self.start(run_id, values)
+        await self.succeeded(run_id)
+        return await self.trace(run_id)
+
+    async def steps(self, run_id: str) -> list[pb.Step]:
+        request = pb.ListStepsRequest(run_id=run_id, page_size=1000)
+        answer = await self._call(lambda: self._stub.ListSteps(request, timeout=30))
+        return list(reversed(answer.steps))
+
+    async def trace(self, run_id: str) -> Trace:
+        steps = await self.steps(run_id)
+        groups = self.samples(run_id)
+        return Trace(
+            schedule=[
+                (step.round_kind, step.level, [(_name(d), tuple(d.seeds)) for d in step.draws])
+                for step in steps
+            ],
+            responses=[list(map(_responses, of_step)) for of_step in groups],
+            updates=[
+                [step.metrics[f"trainer/{name}"] for name in ("loss", "grad_norm")]
+                for step in steps
+            ],
+            weights={
+                path.parent.name: path.read_bytes()
+                for path in (self.directory / "weights" / run_id).glob("step_*/model.safetensors")
+            },
+        )
+
+    def metrics(self, run_id: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        path = self.stack.layout.run_directory / run_id / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def samples(self, run_id: str) -> list[list[PromptGroup]]:
+        """The trained groups of each step that has a samples file."""
+        directory = self.stack.layout.run_directory / run_id
+        steps = sorted(int(path.stem.partition("_")[2]) for path in directory.glob("samples/*"))
+        assert steps == list(range(len(steps)))
+        return [read_step_samples(directory, step) or [] for step in steps]
+
+    # --- moments ------------------------------------------------------------------------------
+
+    async def moment(self, run_id: str) -> Moment:
+        """Where the run is now; it is still running."""
+        state: Any = await self.redis.hgetall(keys.state(run_id))
+        assert state[b"status"] == b"running", state
+        step = int(state[b"step"])
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.exists(keys.step_result(run_id, step))
+            pipe.exists(keys.step_outcome(run_id, step))
+            pipe.xlen(keys.step_samples(run_id, step))
+            result, outcome, groups = await pipe.execute()
+        return Moment(step, RESULT if result else OUTCOME if outcome else groups)
+
+    async def reach(self, run_id: str, moment: Moment) -> None:
+        """Wait until the run is there, or past it."""
+        while await self.moment(run_id) < moment:
+            self.stack.supervisor.check()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def decoding(self, run_id: str, step: int) -> str:
+        """Wait until a replica decodes responses of that step or a later one; returns its name."""
+        await self.reach(run_id, Moment(step, 0))
+        while (await self.moment(run_id)).step >= step:
+            for name, replica in self._replicas.items():
+                if await _running_responses(replica):
+                    return name
+            self.stack.supervisor.check()
+        raise AssertionError(f"run {run_id} went back behind step {step}")
+
+    async def hold(self, name: str, run_id: str, step: int, before: Moment) -> int:
+        """SIGSTOP a process in that step or a later one, after the update is saved to disk.
+
+        The run has not come to `before` then (a moment of step 0: its step is added). A process
+        that slips through is tried again in the next step. Returns the step.
+        """
+        while True:
+            saved = self.directory / "checkpoints" / run_id / f"step_{step + 1:06d}" / "COMPLETE"
+            while not saved.exists() and (await self.moment(run_id)).step <= step:
+                self.stack.supervisor.check()
+                await asyncio.sleep(_POLL_SECONDS)
+            await self.pause(name)
+            if await self.moment(run_id) < (step + before.step, before.stage):
+                return step
+            await self.go_on(name)
+            step += 1
+
+    # --- faults -------------------------------------------------------------------------------
+
+    async def kill(self, name: str) -> None:
+        """kill -9 a process of the stack; returns when it runs again (it may not serve yet)."""
+        self.note_processes()
+        before = await self.pid(name)
+        self.stack.kill(name)
+        while self.stack.pids.get(name, before) == before:
+            self.stack.supervisor.check()
+            await asyncio.sleep(0.01)
+
+    async def kill_rank(self, rank: int) -> None:
+        """kill -9 one of several trainer processes; torchrun then ends the others."""
+        self.note_processes()
+        agent = await self.pid("trainer-0")
+        for pid, _ in _descendants(agent):
+            if b"RANK=%d" % rank in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise AssertionError(f"the trainer has no rank {rank}")
+
+    async def pid(self, name: str) -> int:
+        """Of a process of the stack; waits while it is being started again."""
+        while name not in self.stack.pids:
+            self.stack.supervisor.check()
+            await asyncio.sleep(0.01)
+        return self.stack.pids[name]
+
+    async def pause(self, name: str) -> None:
+        """SIGSTOP; returns when the process has stopped."""
+        pid = await self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        while _stat(pid)[0] != "T":
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def go_on(self, name: str) -> None:
+        """SIGCONT."""
+        os.kill(await self.pid(name), signal.SIGCONT)
+
+    async def until_missed(self, name: str) -> None:
+        """Wait until the lease of a process that was paused has ended."""
+        if name == "coordinator":
+            while await self.redis.exists(keys.COORDINATOR_LEASE):
+                await asyncio.sleep(0.02)
+        else:
+            while name in await self.workers():
+                await asyncio.sleep(0.02)
+
+    def note_processes(self) -> None:
+        """Remember every process below this one."""
+        self.processes |= dict(_descendants(os.getpid()))
+
+    async def _call(self, make: Any) -> Any:
+        return await call_until(make, seconds=AWAY_SECONDS, what="the coordinator")
+
+
+@contextlib.asynccontextmanager
+async def running_stack(directory: Path, **sizes: int) -> AsyncIterator[RealStack]:
+    """A stack of real processes; afterwards none of them is left."""
+    outside = dict(_descendants(os.getpid()))
+    stack = LocalStack(directory, limits=PATIENT, **sizes)
+    async with contextlib.AsyncExitStack() as entered:
+        await entered.enter_async_context(stack)
+        channels = {
+            name: await entered.enter_async_context(open_channel(stack.layout.address(name)))
+            for name in stack.pids
+            if name == "coordinator" or name.startswith("rollout")
+        }
+        redis = connect(stack.redis_url)
+        entered.push_async_callback(redis.aclose)
+        real = RealStack(stack, redis, channels)
+        yield real
+        real.note_processes()
+    left = {pid for pid, start in real.processes.items() if _started(pid) == start}
+    assert left <= outside.keys(), f"processes outlive the stack: {left - outside.keys()}"
+
+
+def proof_settings(directory: Path, prompts: int, **sections: Any) -> dict[str, Any]:
+    """Settings of a run whose groups differ in reward: a response that is a number is right."""
+    values = run_settings(directory, prompts, **sections)
+    rows = [{"prompt": f"{i}+1=", "reference": ANY_NUMBER} for i in range(prompts)]
+    write_rows(directory / "train.jsonl", rows)
+    return values
+
+
+ANY_NUMBER = {"answer": "0", "tolerance": 1_000_000}
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def trained_draws(trace: Trace) -> list[str]:
+    """Every trained draw, in order."""
+    return [draw for _, _, draws in trace.schedule for draw, _ in draws]
+
+
+async def _running_responses(replica: Any) -> int:
+    """How many responses a replica decodes; none while it is being started again."""
+    try:
+        engine = await call(lambda: replica.GetEngine(rollout_pb.GetEngineRequest(), timeout=10))
+    except UnavailableError:
+        return 0
+    return engine.stats.running_response_count
+
+
+def _name(draw: Any) -> str:
+    return f"{draw.epoch}:{draw.prompt_id}"
+
+
+def _responses(group: PromptGroup) -> list[Any]:
+    return [
+        (
+            _name(group.draw),
+            scored.response.index,
+            scored.response.token_ids,
+            scored.response.finish_reason,
+            scored.reward,
+        )
+        for scored in group.responses
+    ]
+
+
+def _descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """Processes below `pid`, each with its start time (a process id may be used again)."""
+    parents: dict[int, tuple[int, str]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = _stat(int(path.parent.name))
+            parents[int(path.parent.name)] = (int(fields[1]), fields[19])
+    below = [pid]
+    for parent in below:  # grows while it is walked
+        for child, (its_parent, start) in parents.items():
+            if its_parent == parent:
+                below.append(child)
+                yield child, start
+
+
+def _started(pid: int) -> str | None:
+    """The start time of a process that is alive."""
+    try:
+        fields = _stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
