@@ -36,6 +36,7 @@ class RunningResponse:
     prompt_tokens: int
     offset: int = 0
     tokens: int = 0  # while it waits
+    carried: int = 0  # tokens that it was launched with: a moved prefix, an accepted draft
     running: bool = False
     mark: int = 0  # tokens at which the caller wants to hear of it; 0: not
     recomputes: bool = False  # its prompt is not shared with a group that is prefilled anyway

@@ -26,9 +26,10 @@ from rollpacker.policy.commands import (
 )
 from rollpacker.policy.events import (
     Event,
+    GroupInterrupted,
     ProgressReported,
+    ReplicaDraining,
     ReplicaJoined,
-    ReplicaLost,
     ResponseFinished,
     ResponseScored,
 )
@@ -55,7 +56,7 @@ class Launchable:
     prompt_tokens: int = 200
 
 
-ReleaseRule = Callable[["RoundSimulation"], int]  # how many replicas to release now
+ReleaseRule = Callable[["RoundSimulation"], Sequence[str]]  # the replicas to release now
 
 
 @dataclass(slots=True)
@@ -105,6 +106,7 @@ class RoundSimulation:
         self._where: dict[DrawId, str] = {}  # running groups -> replica
         self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
         self._launch_finished: dict[DrawId, int] = {}  # tokens of responses of this launch
+        self._launch_carried: dict[DrawId, int] = {}  # tokens that this launch was given
         self._told: dict[DrawId, int] = {}  # longest response, as last reported
         self._complete = 0
         self._threshold: int | None = None
@@ -167,12 +169,14 @@ class RoundSimulation:
                 return
         finished[response.index] = reached.tokens
         self.finished_responses += 1
-        self._launch_finished[draw] = self._launch_finished.get(draw, 0) + reached.tokens
+        self._launch_finished[draw] += reached.tokens
         if completes:
             self._complete += 1
             if self.plan.response_count == len(finished):
                 del self._where[draw]
-        self._tell(ResponseFinished(self.now, draw, response.index, reached.tokens))
+        self._tell(
+            ResponseFinished(self.now, draw, response.index, reached.tokens, response.carried)
+        )
         if completes and self._complete >= self.plan.keep:
             self._mark_running()
 
@@ -222,9 +226,9 @@ class RoundSimulation:
         longest = max(self._longest(draw), just_finished)
         replica = self.replicas[self._where[draw]]
         running = sum(replica.tokens_of(r) for r in replica.groups.get(draw, {}).values())
-        total = running + just_finished + self._launch_finished.get(draw, 0)
+        total = running + just_finished + self._launch_finished[draw]
         self._told[draw] = longest
-        self._tell(ProgressReported(self.now, draw, longest, total))
+        self._tell(ProgressReported(self.now, draw, longest, total, self._launch_carried[draw]))
 
     def _schedule(self) -> None:
         """Put the next event of each replica that changed into the queue."""
@@ -245,31 +249,26 @@ class RoundSimulation:
         """Hand replicas over to training; their groups move and keep their tokens."""
         if self._release_rule is None or self.round.over:
             return
-        count = self._release_rule(self)
-        if not count:
+        names = self._release_rule(self)
+        if not names:
             return
         self._release_rule = None  # once per round
-        names = sorted(self.replicas)[-count:]
+        total = len(self.replicas)
         for name in names:
-            replica = self.replicas.pop(name)
             del self._versions[name]
-            for draw in [d for d, place in self._where.items() if place == name]:
-                self._report_from(replica, draw)
-                del self._where[draw]
-                self._moved[draw] = replica.abort(self.now, draw)
-        total = len(self.replicas) + count
-        self._trainer.release(self.now, count / total)
-        for name in self.replicas:  # the work is the same, so is the room
-            self._tell(ReplicaJoined(self.now, name, self._capacity * total // len(self.replicas)))
+            self._tell(ReplicaDraining(self.now, name))
+        kept = [name for name in self.replicas if name not in names]
+        for name in kept:  # the work is the same, so is the room
+            self._tell(ReplicaJoined(self.now, name, self._capacity * total // len(kept)))
+        for draw in [draw for draw, place in self._where.items() if place in names]:
+            if draw in self._where:
+                self._report(draw)
+            if draw in self._where:
+                self._moved[draw] = self.replicas[self._where.pop(draw)].abort(self.now, draw)
+                self._tell(GroupInterrupted(self.now, draw))
         for name in names:
-            self._tell(ReplicaLost(self.now, name))
-
-    def _report_from(self, replica: ReplicaModel, draw: DrawId) -> None:
-        responses = replica.groups.get(draw, {}).values()
-        tokens = [replica.tokens_of(response) for response in responses]
-        longest = max([*tokens, *self._finished.get(draw, {}).values()], default=0)
-        total = sum(tokens) + self._launch_finished.get(draw, 0)
-        self._tell(ProgressReported(self.now, draw, longest, total))
+            del self.replicas[name]
+        self._trainer.release(self.now, len(names) / total)
 
     # --- commands ---------------------------------------------------------------------------
 
@@ -308,16 +307,20 @@ class RoundSimulation:
         moved = {response.index: response.tokens for response in self._moved.pop(draw, ())}
         self._launch_finished[draw] = 0
         self._where[draw] = command.replica_id
-        responses = [
-            RunningResponse(
-                draw,
-                index,
-                known.lengths[index],
-                known.prompt_tokens,
-                tokens=moved.get(index, known.carried[index] if known.carried else 0),
+        responses = []
+        for index in command.indices:
+            given = moved.get(index, known.carried[index] if known.carried else 0)
+            responses.append(
+                RunningResponse(
+                    draw,
+                    index,
+                    known.lengths[index],
+                    known.prompt_tokens,
+                    tokens=given,
+                    carried=given,
+                )
             )
-            for index in command.indices
-        ]
+        self._launch_carried[draw] = sum(response.carried for response in responses)
         replica = self.replicas[command.replica_id]
         replica.launch(self.now, responses)
         self._dirty.add(command.replica_id)

@@ -73,6 +73,8 @@ class Scenario:
     tensor_parallel_size: int = 0  # 0: the paper's for this model
     adaptive_timeouts: bool = True
     scales_down: bool = False  # release replicas to training during a round
+    release_share: float = 0.0  # release then, whatever the KV need; 0: the live rule
+    fetches_once: bool = False  # released replicas train what is there at the release, no more
     scores: bool = True  # False: rewards take no time (rollout only)
     admission_responses: int = 0  # running responses per replica; 0: the engine's own limit
 

@@ -21,10 +21,10 @@ from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRule
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
 from rollpacker.simulation.parameters import Parameters
+from rollpacker.simulation.release import AdaptiveRelease, FixedRelease
 from rollpacker.simulation.reward_model import RewardModel
 from rollpacker.simulation.round_simulation import (
     Launchable,
-    ReleaseRule,
     RoundSimulation,
     RoundTrace,
 )
@@ -80,7 +80,11 @@ class Simulator:
         self.speed: EngineSpeed = engine_speed(
             parameters, scenario.model, scenario.tensor_parallel_size
         )
-        self.release_rule: ReleaseRule | None = None
+        self.release = (
+            FixedRelease(scenario.release_share)
+            if scenario.release_share
+            else AdaptiveRelease(scenario.workload.cap)
+        )
         self._steer = steer
         self._reward = (
             RewardModel(
@@ -119,13 +123,19 @@ class Simulator:
         draws = [*planned.queued, *self._new_draws(planned)]
         refit = self.parameters[f"refit_seconds.{self.scenario.model.name}"]
         replicas = self._replicas(start + refit)
-        trainer = TrainerModel(self.parameters, self.scenario.model, self.scenario.gpu_count)
+        trainer = TrainerModel(
+            self.parameters,
+            self.scenario.model,
+            self.scenario.gpu_count,
+            fetches_once=self.scenario.fetches_once,
+        )
         round_trace = self._round(planned, draws, replicas, trainer, start + refit)
         finish = round_trace.finish
         assert finish is not None
         tail = self.parameters["reward_tail_seconds"] if self.scenario.scores else 0.0
         self.now = trainer.finish(round_trace.end + tail)
         self._keep_queue(planned, finish)
+        self.release.learn(n for _, lengths in round_trace.emitted for n in lengths)
         known = {draw.id: draw for draw in draws}
         return StepTrace(
             step=planned.step,
@@ -173,7 +183,7 @@ class Simulator:
             trainer,
             start,
             self._room(planned, len(draws)),
-            self.release_rule if self.scenario.scales_down else None,
+            self.release if self.scenario.scales_down else None,
         ).run()
 
     def _room(self, planned: RoundPlan, groups: int) -> int:

@@ -121,10 +121,11 @@ def _length_ratio(simulator: Simulator, steps: list[StepTrace]) -> float:
 
 
 def test_carried_tokens_are_not_decoded_again() -> None:
-    decoded = [
-        sum(step.decoded_tokens for step in run(scenario(MODES["two levels"], drift))[1])
-        for drift in (FROZEN, carried(0.5), carried(0.9))
-    ]
+    runs = [run(scenario(MODES["two levels"], d))[1] for d in (FROZEN, carried(0.5), carried(0.9))]
+    for step in runs[1]:
+        assert step.round.finish is not None
+        assert step.round.finish.generated_tokens == step.decoded_tokens
+    decoded = [sum(step.decoded_tokens for step in steps) for steps in runs]
     assert decoded[0] > decoded[1] > decoded[2]
 
 
@@ -146,11 +147,12 @@ def test_a_run_is_a_function_of_its_scenario() -> None:
     assert [s.step_seconds for s in first] == [s.step_seconds for s in second]
 
 
-def test_replicas_released_to_training_lose_no_response() -> None:
-    item = scenario(MODES["two levels"], scales_down=True)
-    simulator = Simulator(item, PARAMETERS)
-    simulator.release_rule = lambda round_: 2 if round_.finished_responses > 4 else 0
-    steps = list(simulator.steps())
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
+def test_replicas_released_to_training_lose_no_response(share: float) -> None:
+    _, steps = run(scenario(MODES["two levels"], scales_down=True, release_share=share))
+    for step in steps:
+        assert step.round.finish is not None
+        assert step.round.finish.generated_tokens == step.decoded_tokens
     plain = run(scenario(MODES["two levels"]))[1]
     assert [step.trained for step in steps] == [step.trained for step in plain]
     assert all(s.trained_tokens == p.trained_tokens for s, p in zip(steps, plain, strict=True))

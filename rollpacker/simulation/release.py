@@ -1,0 +1,67 @@
+"""When the simulated rounds release replicas: the live rule, or the fixed ones of Table 3."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rollpacker.policy.scale_down import (
+    LengthHistory,
+    ReplicaLoad,
+    RunningResponse,
+    ScaleDownRules,
+    next_look,
+    replicas_to_release,
+)
+from rollpacker.simulation.engine_model import ReplicaModel
+from rollpacker.simulation.round_simulation import RoundSimulation
+
+
+class AdaptiveRelease:
+    """`policy.scale_down` on what the run has trained so far; asks as often as its rules say."""
+
+    def __init__(self, cap: int, rules: ScaleDownRules | None = None) -> None:
+        self._rules = rules or ScaleDownRules()
+        self._cap = cap
+        self._counts: Counter[int] = Counter()
+        self._history = LengthHistory({})
+        self._last_look: float | None = None
+
+    def learn(self, lengths: Iterable[int]) -> None:
+        """Of a finished round; also forgets the last look."""
+        self._counts.update(lengths)
+        self._history = LengthHistory(self._counts)
+        self._last_look = None
+
+    def __call__(self, round_: RoundSimulation) -> tuple[str, ...]:
+        share = round_.finished_responses / round_.launched_responses
+        if not next_look(self._rules, share, self._last_look):
+            return ()
+        self._last_look = share
+        loads = [_load(replica) for replica in round_.replicas.values()]
+        return replicas_to_release(self._rules, loads, self._history, self._cap)
+
+
+class FixedRelease:
+    """The second half of the replicas, once a share of the responses has finished."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def learn(self, lengths: Iterable[int]) -> None:
+        """Nothing to learn."""
+
+    def __call__(self, round_: RoundSimulation) -> tuple[str, ...]:
+        if round_.finished_responses < self._share * round_.launched_responses:
+            return ()
+        names = sorted(round_.replicas)
+        return tuple(names[len(names) // 2 :]) if len(names) > 1 else ()
+
+
+def _load(replica: ReplicaModel) -> ReplicaLoad:
+    running = tuple(
+        RunningResponse(response.prompt_tokens, replica.tokens_of(response))
+        for group in replica.groups.values()
+        for response in group.values()
+    )
+    return ReplicaLoad(replica.replica_id, replica.speed.kv_capacity, running)
