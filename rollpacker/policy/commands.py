@@ -46,7 +46,7 @@ class FinishRound:
 
     winners: tuple[DrawId, ...]  # in the order in which they were emitted
     deferred: tuple[DeferredDraw, ...]  # in launch order
-    generated_tokens: int  # by this round, aborted responses included
+    generated_tokens: int  # decoded by this round, aborted responses included
     rollout_seconds: float  # from the first event to the last response that was needed
     race_wait_seconds: float  # of these, after enough groups were complete to fill the step
 

@@ -28,6 +28,14 @@ class ReplicaLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaDraining:
+    """A rollout replica takes no more work; its groups are ending, with what they have."""
+
+    at: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupInterrupted:
     """A replica ended a group's stream before its last response; the rest goes on elsewhere."""
 
@@ -43,6 +51,7 @@ class ProgressReported:
     draw: DrawId
     longest_tokens: int  # of its longest response
     total_tokens: int  # of all its responses in this launch
+    carried_tokens: int = 0  # of these, not decoded by this launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class ResponseFinished:
     draw: DrawId
     index: int
     tokens: int
+    carried_tokens: int = 0  # of these, not decoded by this launch: a moved prefix, a draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +82,13 @@ class GroupRestored:
     at: float
     draw: DrawId
     response_tokens: tuple[int, ...]
+    carried_tokens: int = 0  # of them all, not decoded by the round
 
 
 Event = (
     ReplicaJoined
     | ReplicaLost
+    | ReplicaDraining
     | GroupInterrupted
     | ProgressReported
     | ResponseFinished

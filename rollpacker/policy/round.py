@@ -37,6 +37,7 @@ from rollpacker.policy.events import (
     GroupInterrupted,
     GroupRestored,
     ProgressReported,
+    ReplicaDraining,
     ReplicaJoined,
     ReplicaLost,
     ResponseFinished,
@@ -73,7 +74,20 @@ class _Group:
     longest_tokens: int = 0
     running_tokens: int = 0  # of the responses of this launch that have not finished
     launch_finished_tokens: int = 0  # of those that have
-    aborted_tokens: int = 0  # of launches that were lost
+    # Decoded tokens; carried ones (a moved prefix, an accepted draft) are not among them.
+    finished_decoded: int = 0  # of responses that have finished
+    launch_finished_decoded: int = 0  # of these, in this launch
+    running_decoded: int = 0  # of those that have not
+    aborted_decoded: int = 0  # of launches that were lost
+
+    @property
+    def decoded(self) -> int:
+        return self.finished_decoded + self.running_decoded + self.aborted_decoded
+
+    def end_launch(self) -> None:
+        """What it was decoding has stopped."""
+        self.aborted_decoded += self.running_decoded
+        self.running_tokens = self.running_decoded = 0
 
     def missing(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.response_count) if i not in self.finished)
@@ -83,6 +97,7 @@ class _Group:
 class _Replica:
     capacity: int  # responses at a time
     used: int = 0
+    draining: bool = False  # takes no more groups
     running: set[DrawId] = field(default_factory=set)
 
     def room(self) -> int:
@@ -130,6 +145,11 @@ class Round:
         """Groups of the round."""
         return len(self._groups)
 
+    @property
+    def deciding_tokens(self) -> int | None:
+        """Running groups with more tokens than this in their longest response have lost."""
+        return self._race.deciding_tokens
+
     def outstanding(self) -> dict[DrawId, GroupState]:
         """The groups that the round still waits for, for logs."""
         done = (GroupState.EMITTED, GroupState.LOST)
@@ -156,6 +176,8 @@ class Round:
                 self._replica_joined(event)
             case ReplicaLost():
                 self._replica_lost(event)
+            case ReplicaDraining():
+                self._replica_draining(event)
             case GroupInterrupted():
                 self._interrupted(self._group(event.draw))
             case ProgressReported():
@@ -170,7 +192,12 @@ class Round:
 
     def _replica_joined(self, event: ReplicaJoined) -> None:
         known = self._replicas.setdefault(event.replica_id, _Replica(event.response_capacity))
-        known.capacity = event.response_capacity
+        known.capacity, known.draining = event.response_capacity, False
+
+    def _replica_draining(self, event: ReplicaDraining) -> None:
+        replica = self._replicas.get(event.replica_id)
+        if replica is not None:
+            replica.draining = True
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         replica = self._replicas.pop(event.replica_id, None)
@@ -184,8 +211,7 @@ class Round:
             return
         self._release(group)
         group.state = GroupState.WAITING
-        group.aborted_tokens += group.running_tokens
-        group.running_tokens = 0
+        group.end_launch()
         self._waiting.insert(0, group.draw.id)
 
     def _progress(self, event: ProgressReported) -> None:
@@ -194,6 +220,8 @@ class Round:
             return
         group.longest_tokens = max(group.longest_tokens, event.longest_tokens)
         group.running_tokens = max(0, event.total_tokens - group.launch_finished_tokens)
+        decoded = event.total_tokens - event.carried_tokens
+        group.running_decoded = max(0, decoded - group.launch_finished_decoded)
         self._race.progress(event.draw, group.longest_tokens)
 
     def _finished(self, event: ResponseFinished) -> list[Command]:
@@ -201,9 +229,13 @@ class Round:
         if group.state is not GroupState.RUNNING or event.index in group.finished:
             return []
         self._replicas[group.replica_id].used -= 1
+        decoded = event.tokens - event.carried_tokens
         group.finished[event.index] = event.tokens
         group.launch_finished_tokens += event.tokens
         group.running_tokens = max(0, group.running_tokens - event.tokens)
+        group.finished_decoded += decoded
+        group.launch_finished_decoded += decoded
+        group.running_decoded = max(0, group.running_decoded - decoded)
         group.longest_tokens = max(group.longest_tokens, event.tokens)
         self._race.progress(event.draw, group.longest_tokens)
         commands = self._score(ScoreResponse(event.draw, event.index))
@@ -215,9 +247,7 @@ class Round:
         surplus = group.response_count > len(group.finished)
         self._release(group)
         group.state = GroupState.COMPLETE
-        if surplus:
-            group.aborted_tokens += group.running_tokens
-        group.running_tokens = 0
+        group.end_launch()
         self._race.complete(group.draw.id, max(group.finished.values()))
         if self._filled_at is None and self.complete_count >= self._plan.keep:
             self._filled_at = at
@@ -235,6 +265,7 @@ class Round:
             return
         self._waiting.remove(event.draw)
         group.finished = dict(enumerate(event.response_tokens))
+        group.finished_decoded = sum(event.response_tokens) - event.carried_tokens
         group.rewards = dict.fromkeys(group.finished)
         group.state = GroupState.EMITTED
         self._emitted.append(event.draw)
@@ -275,7 +306,7 @@ class Round:
                 break
             del self._waiting[0]
             group.state, group.replica_id = GroupState.RUNNING, replica_id
-            group.launch_finished_tokens = 0
+            group.launch_finished_tokens = group.launch_finished_decoded = 0
             self._replicas[replica_id].running.add(group.draw.id)
             self._replicas[replica_id].used += len(indices)
             commands.append(LaunchGroup(group.draw.id, replica_id, indices))
@@ -283,9 +314,10 @@ class Round:
 
     def _roomiest_replica(self, responses: int) -> str | None:
         """An idle replica takes any group, however small its capacity."""
-        if not self._replicas:
+        open_ones = [item for item in self._replicas.items() if not item[1].draining]
+        if not open_ones:
             return None
-        name, best = max(self._replicas.items(), key=lambda item: (item[1].room(), item[0]))
+        name, best = max(open_ones, key=lambda item: (item[1].room(), item[0]))
         return name if best.room() >= responses or not best.running else None
 
     def _release(self, group: _Group) -> None:
@@ -323,10 +355,7 @@ class Round:
         return FinishRound(
             winners=tuple(self._emitted),
             deferred=tuple(self._deferred(group) for group in lost),
-            generated_tokens=sum(
-                sum(g.finished.values()) + g.running_tokens + g.aborted_tokens
-                for g in self._groups.values()
-            ),
+            generated_tokens=sum(group.decoded for group in self._groups.values()),
             rollout_seconds=decided - start,
             race_wait_seconds=max(0.0, decided - filled),
         )

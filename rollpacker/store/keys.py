@@ -6,6 +6,8 @@
 | rollpacker:{run}:state             | hash   | the commit point: fence, step, status, stop_mode,  |
 |                                    |        | failure, state (JSON); changed by scripts only     |
 | rollpacker:{run}:deferred:{level}  | list   | deferred draws, oldest first; changed by scripts   |
+| rollpacker:{run}:deferred_draw:    | list   | drafts of a deferred draw; may be lost or stale    |
+|   {epoch}:{prompt_id}              |        |                                                    |
 | rollpacker:{run}:step:{n}:samples  | stream | prompt groups, consumer group `trainer`            |
 | rollpacker:{run}:step:{n}:outcome  | string | what step n will commit; written before FinishStep |
 | rollpacker:{run}:step:{n}:result   | string | what FinishStep(n) returned                        |
@@ -17,6 +19,8 @@
 """
 
 from __future__ import annotations
+
+from rollpacker.types import DrawId
 
 RUNS = "rollpacker:runs"
 COORDINATOR_LEASE = "rollpacker:{coordinator}:lease"
@@ -34,6 +38,10 @@ def state(run_id: str) -> str:
 
 def deferred(run_id: str, level: int) -> str:
     return _key(run_id, "deferred", level)
+
+
+def deferred_draw(run_id: str, draw: DrawId) -> str:
+    return _key(run_id, "deferred_draw", *draw)
 
 
 def step_samples(run_id: str, step: int) -> str:

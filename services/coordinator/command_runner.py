@@ -6,7 +6,9 @@
 
 All events pass one queue, and one loop handles them; everything else is a task that ends in an
 event. A replica takes work only after ApplyEngineSpec returned for the round's weights. When a
-stream breaks because the replica is away, the replica counts as lost and is brought up again.
+stream breaks because the replica is away, the replica counts as lost and is brought up again; a
+replica that ends its streams early is draining: what it hands back goes on elsewhere
+(`carry_over`).
 What never happens: two streams of one draw at a time; an invalid response in a group.
 """
 
@@ -16,12 +18,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker import wire
-from rollpacker.data.tokenizer import TextTokenizer
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
@@ -35,6 +36,7 @@ from rollpacker.policy.events import (
     GroupInterrupted,
     GroupRestored,
     ProgressReported,
+    ReplicaDraining,
     ReplicaLost,
     ResponseFinished,
     ResponseScored,
@@ -43,47 +45,35 @@ from rollpacker.policy.round import Round
 from rollpacker.rpc.client import stream
 from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, UnavailableError
 from rollpacker.types import (
-    Draw,
+    Draft,
     DrawId,
     FinishReason,
     InvalidResponseError,
-    Prompt,
     PromptGroup,
     Response,
     ResponseTiming,
-    SamplingParameters,
     ScoredResponse,
 )
 from rollpacker.v1 import rollout_service_pb2, rollout_service_pb2_grpc
+from services.coordinator.carry_over import CarryOver, CheckedDraft
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient, Score
+from services.coordinator.round_context import (
+    RoundContext,
+    check_response,
+    group_request,
+    stream_seconds,
+)
 
 _WAIT_LOG_SECONDS = 30.0
 _REPORT_SECONDS = 0.25
-_PROGRESS_INTERVAL_TOKENS = 16
 _MAX_FAILURES = 3  # of one draw, apart from replicas that go away
-_STREAM_SECONDS = 600.0  # of a group's stream, apart from its tokens
-_SLOWEST_SECONDS_PER_TOKEN = 1.0
 _REPLICA_GONE = ("WEIGHT_VERSION_MISMATCH",)
 _log = logging.getLogger(__name__)
 
 
 class RoundFailedError(Exception):
     """The round cannot be finished; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundContext:
-    """What a round needs to know beyond its policy."""
-
-    run_id: str
-    step: int
-    fence: int
-    weight_version: int
-    sampling: SamplingParameters
-    draws: Mapping[DrawId, Draw]
-    prompts: Mapping[DrawId, Prompt]
-    tokenizer: TextTokenizer
 
 
 @dataclass(slots=True)
@@ -101,6 +91,8 @@ class RoundResult:
     finish: FinishRound
     groups: list[PromptGroup] = field(default_factory=list)  # in the order of the stream
     apply_seconds: float = 0.0  # until the first replica served the weights
+    drafts: dict[DrawId, tuple[Draft, ...]] = field(default_factory=dict)  # of the deferred draws
+    checked_drafts: tuple[CheckedDraft, ...] = ()
 
 
 class CommandRunner:
@@ -125,9 +117,13 @@ class CommandRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._streams: dict[DrawId, tuple[str, asyncio.Task[None]]] = {}  # with the replica
         self._collected: dict[tuple[DrawId, int], _Collected] = {}
+        self._draining: set[str] = set()  # replicas that still stream
         self._failures: dict[DrawId, int] = {}
         self._groups: list[PromptGroup] = []
         self._reported_at = 0.0
+        self._carry_over = CarryOver(
+            context.weight_version, context.drafts, context.carry_over_max_tokens
+        )
 
     async def run(self, restored: Sequence[PromptGroup] = ()) -> RoundResult:
         """Run the round; `restored` groups stand in the sample stream already, in its order.
@@ -137,10 +133,18 @@ class CommandRunner:
         try:
             for group in restored:
                 tokens = tuple(len(s.response.token_ids) for s in group.responses)
-                self._events.put_nowait(GroupRestored(time.monotonic(), group.draw.id, tokens))
+                carried = sum(s.response.carried_token_count for s in group.responses)
+                self._events.put_nowait(
+                    GroupRestored(time.monotonic(), group.draw.id, tokens, carried)
+                )
             self._spawn(self._replicas.run(self._events.put_nowait))
             finish = await self._loop()
-            return RoundResult(finish, [*restored, *self._groups])
+            return RoundResult(
+                finish,
+                [*restored, *self._groups],
+                drafts=self._drafts_left(finish),
+                checked_drafts=tuple(self._carry_over.checked),
+            )
         finally:
             tasks = [*self._tasks]
             for task in tasks:
@@ -213,27 +217,30 @@ class CommandRunner:
                     self._take(draw, message, missing)
         except (ServiceError, InvalidResponseError, wire.WireError) as error:
             self._stream_failed(draw, replica_id, error)
-            return
-        if missing:
-            self._events.put_nowait(GroupInterrupted(time.monotonic(), draw))
+        else:
+            if missing:  # a replica that ends a stream early takes no more work
+                self._draining.add(replica_id)
+                self._events.put_nowait(ReplicaDraining(time.monotonic(), replica_id))
+                self._events.put_nowait(GroupInterrupted(time.monotonic(), draw))
+        finally:
+            self._let_go_if_drained(replica_id)
+
+    def _let_go_if_drained(self, replica_id: str) -> None:
+        """A draining replica without streams is lost; if it is alive, it is brought up again."""
+        own = asyncio.current_task()
+        tasks = [task for name, task in self._streams.values() if name == replica_id]
+        if replica_id in self._draining and all(task.done() for task in tasks if task is not own):
+            self._draining.discard(replica_id)
+            if self._replicas.lost(replica_id):
+                _log.info("replica %s has handed back its work", replica_id)
+                self._events.put_nowait(ReplicaLost(time.monotonic(), replica_id))
 
     def _stream(
         self, draw: DrawId, replica_id: str, indices: tuple[int, ...]
     ) -> AsyncGenerator[rollout_service_pb2.GenerateGroupResponse, None]:
-        context = self._context
-        request = rollout_service_pb2.GenerateGroupRequest(
-            run_id=context.run_id,
-            step=context.step,
-            fence=context.fence,
-            draw=wire.draw_to_proto(context.draws[draw]),
-            prompt_token_ids=context.prompts[draw].token_ids,
-            weight_version=context.weight_version,
-            sampling=wire.sampling_to_proto(context.sampling),
-            indices=indices,
-            progress_interval_tokens=_PROGRESS_INTERVAL_TOKENS,
-        )
-        tokens = context.sampling.max_response_tokens
-        seconds = _STREAM_SECONDS + tokens * _SLOWEST_SECONDS_PER_TOKEN
+        parts = self._carry_over.launch(draw, indices)
+        request = group_request(self._context, draw, indices, parts)
+        seconds = stream_seconds(self._context)
         channel = self._replicas.channel(replica_id)
         stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
         return stream(lambda: stub.GenerateGroup(request, timeout=seconds))
@@ -244,45 +251,42 @@ class CommandRunner:
         message: rollout_service_pb2.GenerateGroupResponse,
         missing: set[int],
     ) -> None:
-        now = time.monotonic()
         if message.HasField("progress"):
-            progress = message.progress
-            self._events.put_nowait(
-                ProgressReported(
-                    now, draw, progress.longest_response_tokens, progress.total_response_tokens
-                )
-            )
+            self._progressed(draw, message.progress)
             return
         response = wire.response_from_proto(message.finished.response)
-        self._check(draw, response, missing)
+        check_response(self._context, draw, response, missing)
         if response.finish_reason is FinishReason.INTERRUPTED:
+            self._carry_over.interrupted(draw, response)
             return
         timing = wire.timing_from_proto(message.finished.timing)
         text = self._context.tokenizer.decode(response.token_ids)
         missing.discard(response.index)
         self._collected[draw, response.index] = _Collected(response, timing, text)
+        self._carry_over.finished(draw, response)
+        tokens, carried = len(response.token_ids), response.carried_token_count
         self._events.put_nowait(
-            ResponseFinished(now, draw, response.index, len(response.token_ids))
+            ResponseFinished(time.monotonic(), draw, response.index, tokens, carried)
         )
 
-    def _check(self, draw: DrawId, response: Response, missing: set[int]) -> None:
-        context = self._context
-        seeds = context.draws[draw].seeds
-        if response.index not in missing or response.seed != seeds[response.index]:
-            raise InvalidResponseError(
-                f"response {response.response_id}: index {response.index} with seed"
-                f" {response.seed} was not asked for"
+    def _progressed(self, draw: DrawId, progress: rollout_service_pb2.GroupProgress) -> None:
+        for new in progress.new_tokens:
+            self._carry_over.progressed(draw, new.index, new.token_ids)
+        self._events.put_nowait(
+            ProgressReported(
+                time.monotonic(),
+                draw,
+                progress.longest_response_tokens,
+                progress.total_response_tokens,
+                progress.carried_response_tokens,
             )
-        if response.weight_version != context.weight_version:
-            raise InvalidResponseError(
-                f"response {response.response_id}: weight version {response.weight_version},"
-                f" asked for {context.weight_version}"
-            )
-        if len(response.token_ids) > context.sampling.max_response_tokens:
-            raise InvalidResponseError(
-                f"response {response.response_id}: {len(response.token_ids)} tokens, above the cap"
-                f" of {context.sampling.max_response_tokens}"
-            )
+        )
+
+    def _drafts_left(self, finish: FinishRound) -> dict[DrawId, tuple[Draft, ...]]:
+        return {
+            item.draw.id: self._carry_over.left(item.draw.id, range(len(item.response_tokens)))
+            for item in finish.deferred
+        }
 
     def _stream_failed(self, draw: DrawId, replica_id: str, error: Exception) -> None:
         gone = isinstance(error, UnavailableError) or (

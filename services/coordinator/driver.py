@@ -28,6 +28,7 @@ from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
 from rollpacker.sampling import response_seeds
 from rollpacker.settings import RunSettings
+from rollpacker.store.draft_store import DraftStore
 from rollpacker.store.records import RunState, StepOutcome, state_from_json, state_to_json
 from rollpacker.store.run_store import RunStore
 from rollpacker.store.sample_stream import SampleStream
@@ -43,13 +44,14 @@ from rollpacker.types import (
     StepResult,
 )
 from rollpacker.v1 import trainer_service_pb2
-from services.coordinator.command_runner import CommandRunner, RoundContext, RoundResult
+from services.coordinator.command_runner import CommandRunner, RoundResult
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outputs import RunOutputs
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
-from services.coordinator.step_metrics import next_totals, round_metrics
+from services.coordinator.round_context import RoundContext
+from services.coordinator.step_metrics import carry_over_metrics, next_totals, round_metrics
 from services.coordinator.trainer_client import RewindError, TrainerClient
 from services.coordinator.validation import Validator
 from services.coordinator.workers import WorkerRegistry
@@ -80,6 +82,7 @@ class RunDriver:
         self._settings = context.settings
         self._rules = tail_batching_rules(context.settings)
         self._store = RunStore(context.redis, context.run_id)
+        self._drafts = DraftStore(context.redis, context.run_id)
         self._rewards = RewardClient(context.workers, context.settings.reward, context.run_id)
         self._trainer = TrainerClient(
             context.workers, context.settings, context.run_id, context.fence
@@ -207,6 +210,7 @@ class RunDriver:
         if not self._rules.streams:
             await self._trainer.start_step(state.step)
         outcome = self._outcome(state, planned, result, cursor, started)
+        await self._drafts.save(result.drafts)
         await self._store.save_outcome(state.step, outcome)
         return outcome
 
@@ -256,6 +260,10 @@ class RunDriver:
             draws={draw.id: draw for draw in draws},
             prompts=prompts,
             tokenizer=self._context.data.tokenizer,
+            drafts=await self._drafts.load([draw.id for draw in planned.queued]),
+            carry_over_max_tokens=(
+                self._settings.tail_batching.carry_over_max_tokens if self._rules.keeps_seeds else 0
+            ),
         )
         spec = EngineSpec(self._context.run_id, state.weight_version, state.weights_uri)
         replicas = ReplicaSet(
@@ -311,6 +319,7 @@ class RunDriver:
             draws=draws,
             metrics={
                 **round_metrics(planned, groups, finish, after),
+                **carry_over_metrics(result.checked_drafts),
                 "timing_s/apply_weights": result.apply_seconds,
             },
         )
@@ -355,13 +364,16 @@ class RunDriver:
         return state
 
     async def _write_outputs(self, step: int) -> None:
-        """Write a committed step's files, if its groups are still there; then drop the groups."""
+        """Write a committed step's files, if its groups are still there; then drop the groups
+        and the drafts of their draws."""
         stream = SampleStream(self._context.redis, self._context.run_id, step)
         groups = {group.draw.id: group for group in await stream.read_all()}
         record = await self._store.record(step)
         if record is not None and groups:
             ordered = [groups[draw.id] for draw in record.draws]
             await asyncio.to_thread(self._context.outputs.write_step, record, ordered)
+        if record is not None:
+            await self._drafts.delete(draw.id for draw in record.draws)
         await self._store.forget_step(step)
 
     # --- held-out evaluation ------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, Totals
 from rollpacker.types import DeferredDraw, PromptGroup, RoundKind
+from services.coordinator.carry_over import CheckedDraft
 
 
 def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRound) -> Totals:
@@ -37,6 +38,22 @@ def round_metrics(
         **_bias_metrics(after),
         "timing_s/rollout": finish.rollout_seconds,
     }
+
+
+def carry_over_metrics(checked: Sequence[CheckedDraft]) -> dict[str, float]:
+    """How the drafts of deferred draws fared, where their responses finished in this round."""
+    draft_tokens = sum(draft.draft_tokens for draft in checked)
+    accepted_tokens = sum(draft.accepted_tokens for draft in checked)
+    metrics = {
+        "carry/drafts": float(len(checked)),
+        "carry/draft_tokens": float(draft_tokens),
+        "carry/accepted_tokens": float(accepted_tokens),
+    }
+    if draft_tokens:
+        ages = sum(draft.updates_between * draft.draft_tokens for draft in checked)
+        metrics["carry/acceptance"] = accepted_tokens / draft_tokens
+        metrics["carry/updates_between"] = ages / draft_tokens
+    return metrics
 
 
 def _reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:

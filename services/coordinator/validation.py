@@ -14,9 +14,10 @@ from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.sampling import response_seeds
 from rollpacker.types import Draw, DrawId, EngineSpec, PromptGroup, RoundKind, SamplingParameters
-from services.coordinator.command_runner import CommandRunner, RoundContext
+from services.coordinator.command_runner import CommandRunner
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
+from services.coordinator.round_context import RoundContext
 
 if TYPE_CHECKING:
     from services.coordinator.driver import RunContext

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +46,21 @@ def fake_length(seed: int, weight_version: int) -> int:
     return MAX_TOKENS if value < 5 else 1 + value % 17
 
 
+def fake_tokens(seed: int, weight_version: int) -> tuple[int, ...]:
+    """A response; behind its fifth token it depends on the weights."""
+    drift = (seed // 16 + weight_version) // 3
+    length = fake_length(seed, weight_version)
+    return tuple((seed + i + (drift if i > 4 else 0)) % 16 for i in range(length))
+
+
 class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
     def __init__(self, replica_id: str) -> None:
         self.replica_id = replica_id
         self.spec = wire.engine_spec_from_proto(rollout_service_pb2.EngineSpec(weight_version=-1))
         self.fence = 0
         self.fail_next = 0  # streams that break in the middle
+        self.drain_next = 0  # streams that end early and hand back what runs
+        self.decoded_tokens = 0
         self.running = 0
         self.slots = 6
 
@@ -78,43 +87,86 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self._check_fence(request.fence)
         if request.weight_version != self.spec.weight_version:
             raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", "other weights")
-        draw = wire.draw_from_proto(request.draw)
-        lengths = {i: fake_length(draw.seeds[i], request.weight_version) for i in request.indices}
+        whole = {
+            i: fake_tokens(request.draw.seeds[i], request.weight_version) for i in request.indices
+        }
+        carried = {p.index: len(p.token_ids) for p in request.resume_from}
+        accepted = {d.index: _common_prefix(d.token_ids, whole[d.index]) for d in request.drafts}
+        held = dict.fromkeys(whole, 0) | carried | accepted
+        taken_over, told = dict(held), dict.fromkeys(whole, 0)
+        open_ones = set(whole)
         self.running += 1
         try:
-            for token in range(1, MAX_TOKENS + 1):
+            for index in [i for i in open_ones if held[i] == len(whole[i])]:
+                yield self._finished(request, index, whole[index], taken_over, accepted)
+                open_ones.discard(index)
+            for step in range(1, MAX_TOKENS + 1):
                 await asyncio.sleep(0)
-                if self.fail_next and token == 3:
+                if not open_ones:
+                    return
+                if self.fail_next and step == 3:
                     self.fail_next -= 1
                     raise UnavailableError("TEST", "the stream breaks")
-                progress = rollout_service_pb2.GroupProgress(
-                    longest_response_tokens=min(token, max(lengths.values())),
-                    total_response_tokens=sum(min(token, n) for n in lengths.values()),
-                )
-                yield rollout_service_pb2.GenerateGroupResponse(progress=progress)
-                for index in [i for i, n in lengths.items() if n == token]:
-                    yield self._finished(request, draw, index, token)
-                if token == max(lengths.values()):
+                held |= {index: held[index] + 1 for index in open_ones}
+                self.decoded_tokens += len(open_ones)
+                yield self._progress(open_ones, whole, held, taken_over, told)
+                for index in [i for i in open_ones if held[i] == len(whole[i])]:
+                    yield self._finished(request, index, whole[index], taken_over, accepted)
+                    open_ones.discard(index)
+                if self.drain_next and step == 3:
+                    self.drain_next -= 1
+                    for index in open_ones:
+                        prefix = whole[index][: held[index]]
+                        yield self._finished(request, index, prefix, taken_over, accepted)
                     return
         finally:
             self.running -= 1
 
-    def _finished(self, request: Any, draw: Any, index: int, length: int) -> Any:
+    def _progress(self, open_ones: Any, whole: Any, held: Any, taken_over: Any, told: Any) -> Any:
+        new_tokens = []
+        for index in open_ones:
+            tokens = whole[index][told[index] : held[index]]
+            new_tokens.append(rollout_service_pb2.NewTokens(index=index, token_ids=tokens))
+            told[index] = held[index]
+        progress = rollout_service_pb2.GroupProgress(
+            longest_response_tokens=max(held.values()),
+            total_response_tokens=sum(held.values()),
+            carried_response_tokens=sum(taken_over.values()),
+            new_tokens=new_tokens,
+        )
+        return rollout_service_pb2.GenerateGroupResponse(progress=progress)
+
+    def _finished(
+        self, request: Any, index: int, tokens: tuple[int, ...], taken_over: Any, accepted: Any
+    ) -> Any:
+        """A response that holds `tokens`: all of them, or a prefix that is handed back."""
+        draw = wire.draw_from_proto(request.draw)
+        seed = draw.seeds[index]
+        before = {p.index: p.accepted_draft_token_count for p in request.resume_from}
+        is_whole = tokens == fake_tokens(seed, request.weight_version)
         response = Response(
             response_id=response_id(request.run_id, draw.id, index),
             index=index,
-            token_ids=tuple((draw.seeds[index] + i) % 16 for i in range(length)),
-            logprobs=(-1.0,) * length,
-            finish_reason=FinishReason.STOP,
+            token_ids=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            finish_reason=FinishReason.STOP if is_whole else FinishReason.INTERRUPTED,
             weight_version=request.weight_version,
-            seed=draw.seeds[index],
-            segments=(Segment(ASSISTANT, length, trainable=True),),
+            seed=seed,
+            segments=(Segment(ASSISTANT, len(tokens), trainable=True),),
+            carried_token_count=taken_over[index],
+            accepted_draft_token_count=accepted.get(index, 0) + before.get(index, 0),
         )
         timing = ResponseTiming(1.0, 2.0, index, self.replica_id)
         finished = rollout_service_pb2.FinishedResponse(
             response=wire.response_to_proto(response), timing=wire.timing_to_proto(timing)
         )
         return rollout_service_pb2.GenerateGroupResponse(finished=finished)
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    shorter = min(len(left), len(right))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
 class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):

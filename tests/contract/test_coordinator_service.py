@@ -26,6 +26,8 @@ from rollpacker.rpc.errors import (
 )
 from rollpacker.rpc.server import RpcServer
 from rollpacker.store import keys
+from rollpacker.store.draft_store import DraftStore
+from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from services.coordinator.runs import Runs
@@ -301,6 +303,82 @@ async def test_a_broken_stream_or_reward_costs_time_only(cluster: Cluster) -> No
         steps = await c.steps()
     assert all(step.metrics["reward/none_count"] == 0 for step in steps)
     assert [rollout.running for rollout in cluster.rollouts] == [0, 0]
+
+
+async def samples(c: Coordinator, run_id: str) -> list[list[tuple[int, ...]]]:
+    """The tokens of every trained response, per step in the order of training."""
+    found = []
+    for step in await c.steps(run_id):
+        request = pb.ListSamplesRequest(run_id=run_id, step=step.step)
+        groups = (await call(lambda request=request: c.stub.ListSamples(request))).groups
+        found.append([tuple(s.response.token_ids) for g in groups for s in g.responses])
+    return found
+
+
+async def trained_with(
+    cluster: Cluster, run_id: str, **tail: Any
+) -> tuple[list[Any], list[Any], list[pb.Step], int]:
+    """Schedule, samples and steps of a whole run, and the tokens that its replicas decoded."""
+    before = sum(rollout.decoded_tokens for rollout in cluster.rollouts)
+    values = run_settings(cluster.directory, prompts=40)
+    values["tail_batching"] = {**values.get("tail_batching", {}), **tail}
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id=run_id)
+        await c.until_ended(run_id)
+        found = await c.schedule(run_id), await samples(c, run_id), await c.steps(run_id)
+    cluster.trainer.disk = fakes.TrainerDisk()
+    cluster.trainer.restart()
+    return *found, sum(rollout.decoded_tokens for rollout in cluster.rollouts) - before
+
+
+async def test_carry_over_saves_tokens_and_changes_no_draw_seed_step_or_response(
+    cluster: Cluster,
+) -> None:
+    without = await trained_with(cluster, "without", carry_over_max_tokens=0)
+    carried = await trained_with(cluster, "carried")
+    assert carried[:2] == without[:2]
+    assert carried[3] < without[3]
+    assert sum(step.metrics["carry/draft_tokens"] for step in without[2]) == 0
+    accepted = sum(step.metrics["carry/accepted_tokens"] for step in carried[2])
+    drafted = sum(step.metrics["carry/draft_tokens"] for step in carried[2])
+    assert 0 < accepted < drafted
+    wastes = [found[2][-1].metrics["perf/waste"] for found in (carried, without)]
+    assert 1 <= wastes[0] < wastes[1]
+    assert await cluster.redis.keys("rollpacker:{carried}:deferred_draw:*") == []
+
+
+async def test_drafts_that_are_wrong_or_lost_cost_time_only(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await trained_with(cluster, "expected", carry_over_max_tokens=0)
+    rng = random.Random(1)
+
+    async def garbage(_: DraftStore, draws: list[DrawId]) -> dict[DrawId, tuple[Draft, ...]]:
+        return {
+            draw: (Draft(rng.randrange(2), tuple(rng.choices(range(16), k=rng.randrange(60))), 0),)
+            for draw in draws
+            if rng.random() < 0.8
+        }
+
+    monkeypatch.setattr(DraftStore, "load", garbage)
+    assert (await trained_with(cluster, "garbage"))[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_what_a_draining_replica_hands_back_goes_on_and_is_not_sampled_twice(
+    cluster: Cluster, replicas: int
+) -> None:
+    for name in ("rollout-0", "rollout-1")[replicas:]:
+        del cluster.addresses[name]
+    expected = await trained_with(cluster, "expected")
+    cluster.rollouts[0].drain_next = 9
+    drained = await trained_with(cluster, "drained")
+    assert drained[:2] == expected[:2]
+    assert cluster.rollouts[0].drain_next == 0
+    generated = [found[2][-1].metrics["perf/generated_tokens"] for found in (drained, expected)]
+    assert generated[0] <= drained[3]
+    trained_tokens = drained[2][-1].metrics["perf/trained_tokens"]
+    assert generated[0] >= trained_tokens
 
 
 async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:

@@ -25,6 +25,7 @@ from rollpacker.policy.events import (
     GroupInterrupted,
     GroupRestored,
     ProgressReported,
+    ReplicaDraining,
     ReplicaJoined,
     ReplicaLost,
     ResponseFinished,
@@ -315,6 +316,48 @@ def test_a_round_that_does_not_stream_scores_only_after_the_last_response() -> N
     assert round_.handle(ResponseFinished(1, DrawId(0, "x"), 0, 4)) == []
     commands = round_.handle(ResponseFinished(2, DrawId(0, "y"), 0, 6))
     assert commands == [ScoreResponse(DrawId(0, "x"), 0), ScoreResponse(DrawId(0, "y"), 0)]
+
+
+def test_carried_tokens_are_not_generated_again_but_count_in_the_race() -> None:
+    rules = TailBatchingRules(1, 2, (2.0,))
+    draws = [Draw(0, name, (1, 2)) for name in ("drafted", "fast")]
+    round_ = Round(rules, RoundPlan(0, RoundKind.SHORT, 0, (), 2, 1, 2), draws)
+    drafted, fast = (draw.id for draw in draws)
+    round_.handle(ReplicaJoined(0, "a", 100))
+    round_.handle(ResponseFinished(1, fast, 0, 5))
+    round_.handle(ResponseFinished(1, fast, 1, 4, carried_tokens=3))
+    commands = round_.handle(ProgressReported(1, drafted, 20, 30, carried_tokens=25))
+    assert commands == [AbortGroup(drafted)]
+    for index in (0, 1):
+        commands = round_.handle(ResponseScored(2, fast, index, 1.0))
+    finish = commands[-1]
+    assert isinstance(finish, FinishRound)
+    assert finish.generated_tokens == (5 + 1) + (30 - 25)
+    assert finish.deferred[0].response_tokens == (15, 15)
+
+
+def test_a_moved_response_counts_each_decoded_token_once() -> None:
+    rules = TailBatchingRules(1, 1)
+    round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 1), [Draw(0, "x", (1,))])
+    draw = DrawId(0, "x")
+    round_.handle(ReplicaJoined(0, "a", 8))
+    round_.handle(ProgressReported(1, draw, 30, 30))
+    assert round_.handle(ReplicaDraining(2, "a")) == []
+    assert round_.handle(GroupInterrupted(2, draw)) == []  # not to the draining one again
+    assert round_.handle(ReplicaJoined(3, "b", 8)) == [LaunchGroup(draw, "b", (0,))]
+    round_.handle(ResponseFinished(4, draw, 0, 50, carried_tokens=30))
+    finish = round_.handle(ResponseScored(5, draw, 0, 1.0))[-1]
+    assert isinstance(finish, FinishRound)
+    assert finish.generated_tokens == 50
+
+
+def test_a_draining_replica_that_is_lost_gives_its_groups_up() -> None:
+    rules = TailBatchingRules(1, 1)
+    round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 1), [Draw(0, "x", (1,))])
+    round_.handle(ReplicaJoined(0, "a", 8))
+    round_.handle(ReplicaJoined(0, "b", 4))
+    round_.handle(ReplicaDraining(1, "a"))
+    assert round_.handle(ReplicaLost(2, "a")) == [LaunchGroup(DrawId(0, "x"), "b", (0,))]
 
 
 def test_an_idle_replica_takes_a_group_that_is_larger_than_its_capacity() -> None:

@@ -1,0 +1,134 @@
+"""What is known of each response's tokens, so that no token is decoded twice if it can be helped.
+
+    a draft of other weights (from the queue) --> sent with the launch, checked by the engine
+    progress of a stream ---------------------> a draft of the same weights, if the stream breaks
+    an INTERRUPTED response ------------------> resume_from: tokens and logprobs stand
+    finished, or broken off by a lost race ---> the drafts that the draw keeps in the queue
+
+A prefix that was handed back is better than a draft of the same length, because nothing has to be
+checked. Everything here may be wrong or missing without harm: a draft changes how long a response
+takes, never the response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollpacker.types import Draft, DrawId, Response
+
+
+@dataclass(slots=True)
+class _Trail:
+    """One response: the newest thing known of it counts."""
+
+    draft: Draft | None = None  # from the queue, or from a stream of this round that broke
+    prefix: Response | None = None  # handed back by a replica of this round
+    tokens: list[int] = field(default_factory=list)  # of the launch under way, from the first on
+    checked: Draft | None = None  # the draft of other weights that the last launch was given
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDraft:
+    """How a draft of other weights fared."""
+
+    updates_between: int  # weight versions from the draft to the response
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchParts:
+    """What a launch can start from."""
+
+    resume_from: tuple[Response, ...]
+    drafts: tuple[Draft, ...]
+
+
+class CarryOver:
+    """The trails of one round's responses, at one weight version."""
+
+    def __init__(
+        self,
+        weight_version: int,
+        drafts: Mapping[DrawId, Sequence[Draft]],
+        max_tokens: int,
+    ) -> None:
+        """`drafts` as they stand in the queue; of each response up to `max_tokens` are kept there,
+        0 keeps none."""
+        self._weight_version = weight_version
+        self._max_tokens = max_tokens
+        self._trails = {
+            (draw, draft.index): _Trail(draft)
+            for draw, its_drafts in drafts.items()
+            for draft in its_drafts
+        }
+        self.checked: list[CheckedDraft] = []
+
+    def launch(self, draw: DrawId, indices: Iterable[int]) -> LaunchParts:
+        """These responses start (again): what they can start from."""
+        resume_from, drafts = [], []
+        for index in indices:
+            trail = self._trail(draw, index)
+            if trail.tokens:
+                trail.draft = Draft(index, tuple(trail.tokens), self._weight_version)
+                trail.tokens = []
+            prefix, draft = trail.prefix, trail.draft
+            trail.checked = None
+            if prefix is not None and (draft is None or not self._is_longer(draft, prefix)):
+                resume_from.append(prefix)
+            elif draft is not None:
+                drafts.append(draft)
+                trail.checked = draft if draft.weight_version != self._weight_version else None
+        return LaunchParts(tuple(resume_from), tuple(drafts))
+
+    def progressed(self, draw: DrawId, index: int, token_ids: Sequence[int]) -> None:
+        """A running response has these tokens more."""
+        self._trail(draw, index).tokens += token_ids
+
+    def interrupted(self, draw: DrawId, response: Response) -> None:
+        """A replica has handed a response back."""
+        trail = self._trail(draw, response.index)
+        trail.tokens = []
+        if response.token_ids:
+            trail.prefix = response
+
+    def finished(self, draw: DrawId, response: Response) -> None:
+        """A response has ended by itself."""
+        trail = self._trail(draw, response.index)
+        trail.tokens = list(response.token_ids)
+        if trail.checked is not None:
+            self.checked.append(
+                CheckedDraft(
+                    updates_between=self._weight_version - trail.checked.weight_version,
+                    draft_tokens=len(trail.checked.token_ids),
+                    accepted_tokens=response.accepted_draft_token_count,
+                )
+            )
+
+    def left(self, draw: DrawId, indices: Iterable[int]) -> tuple[Draft, ...]:
+        """The drafts that a draw keeps when it has lost the race."""
+        found = (self._left(draw, index) for index in indices)
+        return tuple(draft for draft in found if draft is not None)
+
+    def _left(self, draw: DrawId, index: int) -> Draft | None:
+        trail = self._trails.get((draw, index))
+        if trail is None or self._max_tokens == 0:
+            return None
+        here = [tuple(trail.tokens), trail.prefix.token_ids if trail.prefix else ()]
+        if trail.draft is not None and trail.draft.weight_version == self._weight_version:
+            here.append(trail.draft.token_ids)
+        longest = max(here, key=len)
+        if longest:
+            return Draft(index, longest[: self._max_tokens], self._weight_version)
+        draft = trail.draft
+        return draft and dataclasses.replace(draft, token_ids=draft.token_ids[: self._max_tokens])
+
+    def _is_longer(self, draft: Draft, prefix: Response) -> bool:
+        """A draft of these weights that has more than the prefix that stands."""
+        is_current = draft.weight_version == self._weight_version
+        return is_current and len(draft.token_ids) > len(prefix.token_ids)
+
+    def _trail(self, draw: DrawId, index: int) -> _Trail:
+        return self._trails.setdefault((draw, index), _Trail())
