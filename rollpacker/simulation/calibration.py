@@ -19,7 +19,7 @@ import numpy as np
 
 from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
 from rollpacker.simulation.parameters import MODELS, Parameters, paper_figures
-from rollpacker.simulation.workload import Floats, Ints, Workload, WorkloadRules
+from rollpacker.simulation.workload import MIX, Floats, Ints, Workload, WorkloadRules
 
 CAPS = {"cap_8k": "7B", "cap_16k": "14B", "cap_32k": "32B"}
 ENGINE_PARAMETERS = (
@@ -39,28 +39,32 @@ def completion_seconds(
 ) -> Floats:
     """When each group of a round has `needed` responses; lengths are [rounds, groups, responses].
 
-    Groups lie on the replicas in turn; a group's surplus stops when it is complete. Shape [rounds,
-    groups], seconds. Exact while every replica runs all its responses from the start.
+    The responses lie on the replicas in turn; a group's surplus stops when it is complete. Shape
+    [rounds, groups], seconds. Exact while every replica runs all its responses from the start and
+    all replicas are about equally fast.
     """
     rounds, groups, width = lengths.shape
     keys = np.sort(lengths, axis=2)[:, :, needed - 1]
-    per_replica = -(-groups // replicas)
-    padded = np.zeros((rounds, per_replica * replicas, width))
-    padded[:, :groups] = np.minimum(lengths, keys[:, :, None])
-    by_replica = padded.reshape(rounds, per_replica, replicas, width).transpose(0, 2, 1, 3)
-    ends = np.sort(by_replica.reshape(rounds, replicas, per_replica * width), axis=2)
+    per_replica = -(-groups * width // replicas)
+    padded = np.zeros((rounds, per_replica * replicas))
+    padded[:, : groups * width] = np.minimum(lengths, keys[:, :, None]).reshape(rounds, -1)
+    ends = np.sort(padded.reshape(rounds, per_replica, replicas), axis=1).transpose(0, 2, 1)
     before = np.concatenate([np.zeros((rounds, replicas, 1)), ends[:, :, :-1]], axis=2)
-    running = np.arange(per_replica * width, 0, -1)
+    running = np.arange(per_replica, 0, -1)
     steps = ends - before
     kv = running * (prompt_tokens + (ends + before - 1) / 2)
-    base = speed.base_seconds + speed.per_sequence_seconds * running
+    paying = np.maximum(0, running - speed.free_sequences)
+    base = speed.base_seconds + speed.per_sequence_seconds * paying
     seconds = np.cumsum(steps * (base + speed.per_kv_token_seconds * kv), axis=2)
-    done = np.empty((rounds, groups))
+    done = np.zeros((rounds, groups))
+    effective = np.minimum(lengths, keys[:, :, None]).reshape(rounds, -1)
+    group_of = np.repeat(np.arange(groups), width)
     for replica in range(replicas):
-        mine = keys[:, replica::replicas]
+        mine = effective[:, replica::replicas]
+        owners = group_of[replica::replicas]
         for number in range(rounds):
             place = np.searchsorted(ends[number, replica], mine[number])
-            done[number, replica::replicas] = seconds[number, replica, place]
+            np.maximum.at(done[number], owners, seconds[number, replica, place])
     return done
 
 
@@ -71,6 +75,7 @@ class Fig11Bars:
     parameters: Parameters
     cap: str
     rounds: int = 24
+    task: str = FIG11_TASK
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
         model = MODELS[CAPS[self.cap]]
@@ -79,12 +84,15 @@ class Fig11Bars:
             model.max_response_tokens,
             self.parameters["prompt_correlation"],
             self.parameters["never_stop_share"],
-            FIG11_TASK,
+            self.task,
         )
         most = 192
         workload = Workload(rules, self.rounds * most)
         bars = _Bars(self.parameters, speed, workload, model.gpus // model.tensor_parallel_size)
         lengths = workload.first_lengths.reshape(self.rounds, most, rules.width)
+        if self.task != FIG11_TASK:
+            yield "long", bars.long_round(lengths, 1.25, 10)
+            return
         yield "synchronous", bars.mean_end(lengths[:, :_PROMPTS, :_RESPONSES])
         for factor in (1.125, 1.25, 1.5):
             width = round(factor * _RESPONSES)
@@ -105,8 +113,17 @@ class _Bars:
         """Seconds until all groups are complete."""
         return float(np.mean(np.max(self._completion(lengths), axis=1)))
 
+    def long_round(self, lengths: Ints, factor: float, width: int) -> float:
+        """Mean seconds of a long round."""
+        return self._short_and_long(lengths, factor, width)[1]
+
     def period(self, lengths: Ints, factor: float, width: int) -> float:
         """Mean seconds of a round over a period of short rounds and one long one."""
+        short, long_ = self._short_and_long(lengths, factor, width)
+        share = (factor - 1.0) / factor
+        return (1 - share) * short + share * long_
+
+    def _short_and_long(self, lengths: Ints, factor: float, width: int) -> tuple[float, float]:
         rounds, most, _ = lengths.shape
         launched = round(factor * _PROMPTS)
         done = self._completion(lengths[:, :launched, :width])
@@ -116,8 +133,7 @@ class _Bars:
         long_rounds = len(losers) // _PROMPTS
         again = self.workload.lengths_again(losers[: long_rounds * _PROMPTS], 0.0, 1)
         again = again[:, :_RESPONSES].reshape(long_rounds, _PROMPTS, _RESPONSES)
-        share = (factor - 1.0) / factor
-        return (1 - share) * short + share * self.mean_end(again)
+        return short, self.mean_end(again)
 
     def _completion(self, lengths: Ints) -> Floats:
         prompt_tokens = int(self.parameters["prompt_tokens"])
@@ -197,7 +213,8 @@ def engine_loss(parameters: Parameters, rounds: int) -> float:
     )
     for cap, model in CAPS.items():
         long_rollout = figures["fig10c_seconds_sync_rollout_reward_train_vec"][model]["long"][1]
-        total += _penalty(ours[f"{cap}.synchronous"], long_rollout, 2.0)
+        ours_long = dict(Fig11Bars(parameters, cap, rounds, MIX))["long"]
+        total += _penalty(ours_long, long_rollout, 2.0)
     return total
 
 

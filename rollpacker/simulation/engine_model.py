@@ -58,6 +58,7 @@ class ReplicaModel:
         self.replica_id = replica_id
         self.speed = speed
         self.now = 0.0  # seconds, of the last step boundary
+        self._asked_until = 0.0
         self.step = 0
         self.kv_tokens = 0
         self.decoded_tokens = 0
@@ -179,12 +180,15 @@ class ReplicaModel:
     def _advance_to(self, at: float) -> None:
         if not self._running:
             self.now = max(self.now, at)
+            self._asked_until = max(self._asked_until, at)
             return
-        if at <= self.now:
+        if at <= self._asked_until:  # whoever leaves makes steps shorter, but not those before
             return
+        self._asked_until = at
         limit = self._steps_to_event()
         assert limit is not None, "a running response always has an end"
-        self._run(min(limit, self._steps_within(at - self.now)))
+        if at > self.now:
+            self._run(min(limit, self._steps_within(at - self.now)))
 
     def _take_reached(self) -> list[Reached]:
         reached = []

@@ -1,7 +1,8 @@
 """How fast a replica is: one decode step, a prefill, what fits its memory.
 
-A decode step with n running responses and K tokens of KV takes base + n * per_sequence
-+ K * per_kv_token seconds. `base` is the reading of the weights, the all-reduces of tensor
+A decode step with n running responses and K tokens of KV takes base + (n - free) * per_sequence
++ K * per_kv_token seconds, where the first rows are free: a tile of the matrix units has 16 rows.
+`base` is the reading of the weights, the all-reduces of tensor
 parallelism and the launch of the kernels; only its sum at the paper's placement is fitted, the
 split follows from data sheets, so that other tensor-parallel sizes are predictions.
 """
@@ -23,6 +24,7 @@ class EngineSpeed:
     per_kv_token_seconds: float  # per token in the KV cache and step
     prefill_seconds: float  # per prompt token
     kv_capacity: int  # tokens
+    free_sequences: int = 0  # running responses that cost nothing beyond the base
     max_running: int = 256  # responses at a time
     tensor_parallel_size: int = 1
 
@@ -30,7 +32,7 @@ class EngineSpeed:
         """One decode step."""
         return (
             self.base_seconds
-            + self.per_sequence_seconds * running
+            + self.per_sequence_seconds * max(0, running - self.free_sequences)
             + self.per_kv_token_seconds * kv_tokens
         )
 
@@ -56,6 +58,7 @@ def engine_speed(
         * model.parameters
         / (size * parameters["peak_flops"] * parameters["prefill_efficiency"]),
         kv_capacity=capacity,
+        free_sequences=int(parameters["free_sequences"]),
         max_running=int(parameters["max_running_responses"]),
         tensor_parallel_size=size,
     )

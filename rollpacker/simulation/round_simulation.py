@@ -88,7 +88,10 @@ class RoundSimulation:
         start: float,
         response_capacity: int,
         release_rule: ReleaseRule | None = None,
+        *,
+        spreads_groups: bool = False,
     ) -> None:
+        """`spreads_groups`: the responses of a group go to different replicas, in turn."""
         self.round = round_
         self.rules = rules
         self.plan = planned
@@ -103,7 +106,8 @@ class RoundSimulation:
         self._capacity = response_capacity
         self._release_rule = release_rule
         self._finished: dict[DrawId, dict[int, int]] = {}
-        self._where: dict[DrawId, str] = {}  # running groups -> replica
+        self._spreads_groups = spreads_groups
+        self._where: dict[DrawId, tuple[str, ...]] = {}  # running groups -> their replicas
         self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
         self._launch_finished: dict[DrawId, int] = {}  # tokens of responses of this launch
         self._launch_carried: dict[DrawId, int] = {}  # tokens that this launch was given
@@ -114,6 +118,7 @@ class RoundSimulation:
         self._pushes = 0
         self._versions = dict.fromkeys(self.replicas, 0)
         self._dirty: set[str] = set()
+        self._turn = 0  # of the next response, where groups are spread
 
     def run(self) -> RoundTrace:
         """To the end of the round. Raises SimulationError if nothing can happen any more."""
@@ -148,7 +153,7 @@ class RoundSimulation:
         self._dirty.add(name)
         for reached in replica.run_to_event():
             response = reached.response
-            if self._where.get(response.draw) != name:
+            if name not in self._where.get(response.draw, ()):
                 continue  # let go by an earlier one of the same step
             if reached.finished:
                 self._response_finished(reached)
@@ -212,20 +217,25 @@ class RoundSimulation:
         if tokens >= threshold:
             self._report(draw)
         if draw in self._where:  # a tie may still win: one more token decides
-            replica = self.replicas[self._where[draw]]
-            replica.mark(draw, threshold if tokens < threshold else tokens + 1)
-            self._dirty.add(replica.replica_id)
+            for name in self._where[draw]:
+                self.replicas[name].mark(draw, threshold if tokens < threshold else tokens + 1)
+                self._dirty.add(name)
+
+    def _running_tokens(self, draw: DrawId) -> list[int]:
+        """Of each unfinished response of a group."""
+        tokens = []
+        for name in self._where[draw]:
+            replica = self.replicas[name]
+            replica.advance(self.now)
+            tokens += [replica.tokens_of(r) for r in replica.groups.get(draw, {}).values()]
+        return tokens
 
     def _longest(self, draw: DrawId) -> int:
-        replica = self.replicas[self._where[draw]]
-        replica.advance(self.now)
-        running = (replica.tokens_of(r) for r in replica.groups.get(draw, {}).values())
-        return max([*running, *self._finished.get(draw, {}).values()], default=0)
+        return max([*self._running_tokens(draw), *self._finished.get(draw, {}).values()], default=0)
 
     def _report(self, draw: DrawId, just_finished: int = 0) -> None:
         longest = max(self._longest(draw), just_finished)
-        replica = self.replicas[self._where[draw]]
-        running = sum(replica.tokens_of(r) for r in replica.groups.get(draw, {}).values())
+        running = sum(self._running_tokens(draw))
         total = running + just_finished + self._launch_finished[draw]
         self._told[draw] = longest
         self._tell(ProgressReported(self.now, draw, longest, total, self._launch_carried[draw]))
@@ -260,11 +270,16 @@ class RoundSimulation:
         kept = [name for name in self.replicas if name not in names]
         for name in kept:  # the work is the same, so is the room
             self._tell(ReplicaJoined(self.now, name, self._capacity * total // len(kept)))
-        for draw in [draw for draw, place in self._where.items() if place in names]:
+        leaving = set(names)
+        for draw in [d for d, places in self._where.items() if leaving.intersection(places)]:
             if draw in self._where:
                 self._report(draw)
             if draw in self._where:
-                self._moved[draw] = self.replicas[self._where.pop(draw)].abort(self.now, draw)
+                places = self._where.pop(draw)
+                self._moved[draw] = [
+                    r for name in places for r in self.replicas[name].abort(self.now, draw)
+                ]
+                self._dirty.update(places)
                 self._tell(GroupInterrupted(self.now, draw))
         for name in names:
             del self.replicas[name]
@@ -306,7 +321,6 @@ class RoundSimulation:
         known = self._launchables[draw]
         moved = {response.index: response.tokens for response in self._moved.pop(draw, ())}
         self._launch_finished[draw] = 0
-        self._where[draw] = command.replica_id
         responses = []
         for index in command.indices:
             given = moved.get(index, known.carried[index] if known.carried else 0)
@@ -321,15 +335,29 @@ class RoundSimulation:
                 )
             )
         self._launch_carried[draw] = sum(response.carried for response in responses)
-        replica = self.replicas[command.replica_id]
-        replica.launch(self.now, responses)
-        self._dirty.add(command.replica_id)
-        if self._threshold is not None:
-            replica.mark(draw, self._threshold)
+        shares = self._shares(command.replica_id, responses)
+        self._where[draw] = tuple(shares)
+        for name, share in shares.items():
+            self.replicas[name].launch(self.now, share)
+            self._dirty.add(name)
+            if self._threshold is not None:
+                self.replicas[name].mark(draw, self._threshold)
+
+    def _shares(
+        self, first: str, responses: list[RunningResponse]
+    ) -> dict[str, list[RunningResponse]]:
+        """Which replica takes which responses of a group."""
+        if not self._spreads_groups:
+            return {first: responses}
+        names = list(self.replicas)
+        shares: dict[str, list[RunningResponse]] = {}
+        for response in responses:
+            shares.setdefault(names[self._turn % len(names)], []).append(response)
+            self._turn += 1
+        return shares
 
     def _abort(self, draw: DrawId) -> None:
-        name = self._where.pop(draw, None)
-        if name is not None:
+        for name in self._where.pop(draw, ()):
             self.replicas[name].abort(self.now, draw)
             self._dirty.add(name)
 

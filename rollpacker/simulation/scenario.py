@@ -76,6 +76,7 @@ class Scenario:
     release_share: float = 0.0  # release then, whatever the KV need; 0: the live rule
     fetches_once: bool = False  # released replicas train what is there at the release, no more
     scores: bool = True  # False: rewards take no time (rollout only)
+    spreads_groups: bool = False  # a group's responses go to different replicas
     admission_responses: int = 0  # running responses per replica; 0: the engine's own limit
 
     @property

@@ -184,6 +184,7 @@ class Simulator:
             start,
             self._room(planned, len(draws)),
             self.release if self.scenario.scales_down else None,
+            spreads_groups=self.scenario.spreads_groups,
         ).run()
 
     def _room(self, planned: RoundPlan, groups: int) -> int:

@@ -131,13 +131,15 @@ def test_carried_tokens_are_not_decoded_again() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 8])
 def test_a_round_takes_as_long_as_the_closed_form_says(replicas: int) -> None:
-    simulator, steps = run(scenario(rules(), scores=False, steps=3, gpus=replicas))
+    item = scenario(rules(), scores=False, steps=3, gpus=replicas, spreads_groups=True)
+    simulator, steps = run(item)
     workload = simulator.workload
     assert isinstance(workload, Workload)
     lengths = workload.first_lengths.reshape(3, 8, -1)[:, :, :4]
     prompt_tokens = int(PARAMETERS["prompt_tokens"])
     ends = completion_seconds(lengths, 4, replicas, simulator.speed, prompt_tokens)
-    prefill = 8 // replicas * prompt_tokens * simulator.speed.prefill_seconds
+    prompts = {1: 8, 8: 4}[replicas]  # whose responses a replica has
+    prefill = prompts * prompt_tokens * simulator.speed.prefill_seconds
     for step, end in zip(steps, ends.max(axis=1), strict=True):
         assert step.rollout_seconds == pytest.approx(end + prefill, rel=1e-6)
 
