@@ -12,6 +12,9 @@ from rollpacker.store.records import RunState, Totals
 from rollpacker.types import DeferredDraw, PromptGroup, RoundKind
 from services.coordinator.carry_over import CheckedDraft
 
+# Optimizer updates between a draft and its check: the ranges that metrics tell apart.
+_UPDATES_BETWEEN = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 64))
+
 
 def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRound) -> Totals:
     """The run's sums after a step."""
@@ -42,18 +45,22 @@ def round_metrics(
 
 def carry_over_metrics(checked: Sequence[CheckedDraft]) -> dict[str, float]:
     """How the drafts of deferred draws fared, where their responses finished in this round."""
+    metrics = {"carry/drafts": float(len(checked)), **_carried(checked, "")}
+    for least, most in _UPDATES_BETWEEN:
+        some = [draft for draft in checked if least <= draft.updates_between <= most]
+        if some:
+            metrics |= _carried(some, f"_after_{least}_to_{most}")
+    return metrics
+
+
+def _carried(checked: Sequence[CheckedDraft], suffix: str) -> dict[str, float]:
     draft_tokens = sum(draft.draft_tokens for draft in checked)
     accepted_tokens = sum(draft.accepted_tokens for draft in checked)
-    metrics = {
-        "carry/drafts": float(len(checked)),
-        "carry/draft_tokens": float(draft_tokens),
-        "carry/accepted_tokens": float(accepted_tokens),
+    return {
+        f"carry/draft_tokens{suffix}": float(draft_tokens),
+        f"carry/accepted_tokens{suffix}": float(accepted_tokens),
+        f"carry/acceptance{suffix}": accepted_tokens / draft_tokens if draft_tokens else 0.0,
     }
-    if draft_tokens:
-        ages = sum(draft.updates_between * draft.draft_tokens for draft in checked)
-        metrics["carry/acceptance"] = accepted_tokens / draft_tokens
-        metrics["carry/updates_between"] = ages / draft_tokens
-    return metrics
 
 
 def _reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
