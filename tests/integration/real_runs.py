@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from google.protobuf.struct_pb2 import Struct
 from redis.asyncio import Redis
 
@@ -36,11 +37,9 @@ from services.coordinator.outputs import read_step_samples
 from tests.tiny_run import run_settings
 
 # float64 in the engine: no two scores are so close that the batch around them decides.
-# One slot: a replica decodes one response after the other, so that most of a step is rollout.
 # Short leases: what was paused is missed soon.
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "ROLLPACKER_ROLLOUT_DTYPE": "float64",
-    "ROLLPACKER_ROLLOUT_SLOTS": "1",
     "ROLLPACKER_COORDINATOR_WORKER_LEASE_SECONDS": "2",
     "ROLLPACKER_COORDINATOR_COORDINATOR_LEASE_SECONDS": "2",
 }
@@ -258,11 +257,16 @@ class RealStack:
 
 
 @contextlib.asynccontextmanager
-async def running_stack(directory: Path, **sizes: int) -> AsyncIterator[RealStack]:
-    """A stack of real processes; afterwards none of them is left."""
+async def running_stack(
+    directory: Path, *, slots: int = 64, **sizes: int
+) -> AsyncIterator[RealStack]:
+    """A stack of real processes; afterwards none of them is left. `slots`: of a replica."""
     outside = dict(_descendants(os.getpid()))
     stack = LocalStack(directory, limits=PATIENT, **sizes)
     async with contextlib.AsyncExitStack() as entered:
+        patch = entered.enter_context(pytest.MonkeyPatch.context())
+        for name, value in (_ENVIRONMENT | {"ROLLPACKER_ROLLOUT_SLOTS": str(slots)}).items():
+            patch.setenv(name, value)
         await entered.enter_async_context(stack)
         channels = {
             name: await entered.enter_async_context(open_channel(stack.layout.address(name)))

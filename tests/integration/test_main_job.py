@@ -19,7 +19,6 @@ import pytest_asyncio
 
 from rollpacker.store import keys
 from tests.integration.real_runs import (
-    ENVIRONMENT,
     OUTCOME,
     RESULT,
     Moment,
@@ -56,11 +55,9 @@ async def job(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Job]:
     directory = tmp_path_factory.mktemp("job")
     write_model(directory / "model")
     values = proof_settings(directory, PROMPTS, **VALUES)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        async with running_stack(directory, rollouts=2) as real:
-            yield Job(real, values, await real.run("undisturbed", values))
+    # One slot: a replica decodes one response after the other, so most of a step is rollout.
+    async with running_stack(directory, slots=1, rollouts=2) as real:
+        yield Job(real, values, await real.run("undisturbed", values))
 
 
 async def assert_undisturbed(job: Job, run_id: str) -> None:

@@ -1,0 +1,132 @@
+"""Odd jobs as real processes: each comes to a good end and trains every draw once.
+
+All runs follow each other on one stack, which has more replicas than some of them have prompts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file, save_file
+
+from tests.integration.real_runs import (
+    ANY_NUMBER,
+    RealStack,
+    Trace,
+    proof_settings,
+    running_stack,
+    trained_draws,
+    write_rows,
+)
+from tests.tiny_run import CHARACTERS, write_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+EOS = len(CHARACTERS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def real(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealStack]:
+    directory = tmp_path_factory.mktemp("edge")
+    write_model(directory / "model")
+    async with running_stack(directory, rollouts=3) as stack:
+        yield stack
+
+
+def write_stopping_model(directory: Path, bias: float) -> None:
+    """The tiny model, with about `bias` added to the logit of the stop token at every position.
+
+    Dimension 0 of the residual stream is 1 for every token and no layer writes to it.
+    """
+    write_model(directory)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            weight[:, 0] = 1.0
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0.0
+    weights["lm_head.weight"][:, 0] = 0.0
+    weights["lm_head.weight"][EOS, 0] = bias
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def responses(trace: Trace) -> list[tuple[int, ...]]:
+    """The tokens of every trained response."""
+    return [tokens for step in trace.responses for group in step for _, _, tokens, *_ in group]
+
+
+def rewards(trace: Trace) -> list[float]:
+    return [reward for step in trace.responses for group in step for *_, reward in group]
+
+
+def draws(prompts: int, epochs: int = 1) -> Counter[str]:
+    """Every draw of the data, once."""
+    return Counter(f"{epoch}:{row}" for epoch in range(epochs) for row in range(1, prompts + 1))
+
+
+async def run(
+    real: RealStack, run_id: str, prompts: int, rows: list[Any] | None = None, **sections: Any
+) -> Trace:
+    """A run to its end; it has trained every draw of its data once."""
+    values = proof_settings(real.directory, prompts, **sections)
+    if rows is not None:
+        write_rows(real.directory / "train.jsonl", rows)
+    trace = await real.run(run_id, values)
+    epochs = values["data"].get("epochs", 1)
+    assert Counter(trained_draws(trace)) == draws(prompts, epochs)
+    return trace
+
+
+async def test_empty_responses_are_trained(real: RealStack) -> None:
+    write_stopping_model(real.directory / "silent", bias=1e4)
+    trace = await run(real, "silent", 12, model=str(real.directory / "silent"))
+    assert set(responses(trace)) == {(EOS,)}
+    assert set(rewards(trace)) == {0.0}
+    assert real.samples("silent")[0][0].responses[0].text == ""
+
+
+async def test_groups_may_be_empty_in_part(real: RealStack) -> None:
+    write_stopping_model(real.directory / "terse", bias=3.0)
+    trace = await run(real, "terse", 12, model=str(real.directory / "terse"))
+    share = responses(trace).count((EOS,)) / len(responses(trace))
+    assert 0.1 < share < 0.9
+
+
+async def test_rewards_that_are_all_equal_move_no_weight(real: RealStack) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": "7", "answer_after": "never said"} for i in range(12)]
+    trace = await run(real, "equal", 12, rows)
+    assert set(rewards(trace)) == {0.0}
+    assert all(norm == 0.0 for _, norm in trace.updates)
+    assert len(set(trace.weights.values())) == 1
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+async def test_less_data_than_a_step_and_less_prompts_than_replicas(
+    real: RealStack, prompts: int
+) -> None:
+    trace = await run(real, f"less-{prompts}", prompts)
+    assert len(trace.schedule) == 1
+
+
+async def test_one_prompt_is_one_draw_in_each_epoch(real: RealStack) -> None:
+    data = {"path": str(real.directory / "train.jsonl"), "epochs": 9}
+    await run(real, "one", 1, data=data)
+
+
+async def test_an_epoch_begins_while_draws_of_the_last_one_are_queued(real: RealStack) -> None:
+    data = {"path": str(real.directory / "train.jsonl"), "epochs": 5}
+    trace = await run(real, "epochs", 6, data=data)
+    order = [int(draw.partition(":")[0]) for draw in trained_draws(trace)]
+    assert order != sorted(order), "no draw was queued over the end of its epoch"
+
+
+async def test_a_prompt_that_stands_twice_in_the_data_is_two_draws(real: RealStack) -> None:
+    rows = [{"prompt": "1+1=", "reference": ANY_NUMBER}] * 12
+    trace = await run(real, "twice", 12, rows)
+    assert len(set(responses(trace))) > 12  # other seeds, other responses
