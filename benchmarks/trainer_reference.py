@@ -129,3 +129,24 @@ def _objective(settings: OpenRunSettings, new: Tensor, old: Tensor, advantage: f
         ratio = (new - old).exp()
     clipped = ratio.clip(low, high) * advantage
     return torch.where(ratio * advantage < clipped, ratio * advantage, clipped)
+
+
+def clipped_shares(
+    directory: Path, settings: OpenRunSettings, temperature: float, groups: Sequence[PromptGroup]
+) -> tuple[float, float]:
+    """Shares of the trained tokens whose ratio is below, and above, what the clip allows."""
+    model = load_float64(directory)
+    below = above = total = 0
+    for group in groups:
+        for scored in group.responses:
+            new = _logprobs(model, group, scored, temperature)[0].detach()
+            if not len(new):
+                continue
+            difference = new - torch.tensor(scored.response.logprobs, dtype=torch.float64)
+            if settings.algorithm in PER_RESPONSE:
+                whole = difference.sum() if settings.algorithm == "rloo" else difference.mean()
+                difference = whole.expand(len(new))
+            below += int((difference.exp() < 1 - settings.clip_low).sum())
+            above += int((difference.exp() > 1 + settings.clip_high).sum())
+            total += len(new)
+    return below / max(1, total), above / max(1, total)

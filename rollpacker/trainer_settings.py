@@ -66,6 +66,11 @@ class TrainerSettings(Section):
     rollout_correction_cap: float = Field(2.0, gt=0)
     micro_batch_tokens: int = Field(16384, ge=1, description="padded tokens per forward pass")
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    deterministic: bool = Field(
+        True,
+        description="window i of a step's groups goes to replica i mod n, so that the same groups in"
+        " the same order give the same bits; else to the first replica that is free",
+    )
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_interval: int = Field(1, ge=1, description="steps between checkpoints")
 

@@ -43,7 +43,9 @@ RUN = "run-1"
 MODEL_SEED = 3
 
 
-def make_model(directory: Path, *, tied: bool = True, seed: int = MODEL_SEED) -> Path:
+def make_model(
+    directory: Path, *, tied: bool = True, seed: int = MODEL_SEED, spread: float = 0.4
+) -> Path:
     """A random Llama with about 8 thousand parameters; by seed always the same one."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -54,7 +56,7 @@ def make_model(directory: Path, *, tied: bool = True, seed: int = MODEL_SEED) ->
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.4,  # logits far from equal
+        initializer_range=spread,  # wide, so that logits are far from equal
         tie_word_embeddings=tied,
     )
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -35,8 +35,15 @@ def main() -> None:
     settings = TrainerServiceSettings()
     set_up_logging("trainer", settings.log_level)
     torch.set_num_threads(settings.threads)
-    ranks = Ranks(settings.device, settings.rank_timeout_seconds)
-    _log.info("rank %d of %d on %s", ranks.rank, ranks.world_size, ranks.device)
+    ranks = Ranks(settings.device, settings.rank_timeout_seconds, settings.shard_size)
+    _log.info(
+        "rank %d of %d on %s: shard %d of replica %d",
+        ranks.rank,
+        ranks.world_size,
+        ranks.device,
+        ranks.shard,
+        ranks.replica,
+    )
     try:
         if ranks.is_leader:
             uvloop.run(lead(settings, ranks))

@@ -1,8 +1,13 @@
-"""The leader's side of the ranks: an asyncio face for the one thread that does torch work.
+"""The leader's side of the ranks: an asyncio face for the threads that do torch work and posting.
 
-Commands run one after the other, in the order of the calls; the event loop stays free, so health,
-GetTrainer and heartbeats are answered during an update. A caller that is cancelled does not stop
-a command that was handed over: commands after it still see its effects.
+    Leader --torch thread--> replica 0 (its own)
+       +----post thread----> queue of replica 1, 2, ...
+
+Each replica runs its commands one after the other, in the order of the calls; the event loop stays
+free, so health, GetTrainer and heartbeats are answered during an update. A caller that is cancelled
+does not stop a command that was handed over: commands after it still see its effects. A window of
+groups goes to one replica, which has at most two of them before it; so a slow replica holds up
+neither the others nor the reading of the stream until all are that far behind.
 
 An exception that is no refusal makes the leader *failed* for good: `watch` raises it, which ends
 the process; no later command runs.
@@ -12,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar, cast
 
 from rollpacker.rpc.errors import UnavailableError
@@ -33,6 +40,8 @@ from services.trainer.replica import (
 from services.trainer.update import UpdateOutcome
 
 _PING_SECONDS = 30.0
+_WINDOWS_AHEAD = 2  # of a replica
+_LOOK_SECONDS = 0.005  # between two looks for a free replica
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -46,22 +55,48 @@ class Leader:
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="torch", initializer=ranks.enter_thread
         )
+        self._posts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="posts")
+        self._own_waiting = 0  # windows before replica 0
         self._loop = asyncio.get_running_loop()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
 
     @property
-    def world_size(self) -> int:
-        return self._ranks.world_size
+    def replica_count(self) -> int:
+        return self._ranks.replica_count
+
+    @property
+    def shard_size(self) -> int:
+        return self._ranks.shard_size
 
     async def everywhere(self, command: Command) -> object:
         """The same command on all ranks. Raises ModelNotFoundError for Open."""
-        return await self._send([command] * self.world_size)
+        commands = [command] * self.shard_size
+        own = self._execute(commands)  # both are queued before anything is awaited
+        for replica in range(1, self.replica_count):
+            self._post(replica, commands)
+        return await own
 
-    async def accumulate(self, windows: Sequence[Window]) -> None:
-        """One window per rank; nothing is sent when they are empty."""
-        if windows[0].micro_batches:
-            await self._send([Accumulate(window) for window in windows])
+    async def accumulate(self, windows: Sequence[Window], replica: int | None) -> None:
+        """One window per rank of a replica, or of the first one that is free (None).
+
+        Returns when the replica has taken them over; with one replica, when it is done. Nothing is
+        sent when they are empty.
+        """
+        if not windows[0].micro_batches:
+            return
+        commands = [Accumulate(window) for window in windows]
+        replica = await self._free_replica(
+            range(self.replica_count) if replica is None else [replica]
+        )
+        if replica:
+            self._post(replica, commands)
+            return
+        self._own_waiting += 1
+        own = self._execute(commands)
+        own.add_done_callback(self._own_done)
+        if self.replica_count == 1:
+            await own
 
     async def update(self) -> UpdateOutcome:
         """Apply the sums."""
@@ -73,7 +108,7 @@ class Leader:
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Slow work of the leader alone, in order with the commands."""
-        return await asyncio.shield(self._loop.run_in_executor(self._thread, self._guard, work))
+        return await asyncio.shield(self._in_torch_thread(work))
 
     async def watch(self) -> None:
         """For ever: sees to it that the ranks are alive. Raises what made the leader fail."""
@@ -81,7 +116,7 @@ class Leader:
             try:
                 await asyncio.wait_for(self._failed.wait(), _PING_SECONDS)
             except TimeoutError:
-                if self.world_size > 1:
+                if self._ranks.world_size > 1:
                     await self.everywhere(Ping())
         raise self._failure
 
@@ -89,16 +124,54 @@ class Leader:
         """Let the ranks go, after what they are doing. Repeat: no effect."""
         if self._failure is None:
             await self.everywhere(Shutdown())
+        self._posts.shutdown()
         self._thread.shutdown()
 
-    async def _send(self, commands: Sequence[Command]) -> object:
+    def _execute(self, commands: Sequence[Command]) -> asyncio.Future[object]:
+        """Queue commands for replica 0, one per rank of it."""
+
         def run() -> object:
             return self._replica.execute(self._ranks.scatter(commands))
 
-        return await self.in_thread(run)
+        return asyncio.shield(self._in_torch_thread(run))
+
+    def _post(self, replica: int, commands: Sequence[Command]) -> None:
+        """Queue commands for another replica, one per rank of it."""
+        queues = self._ranks.queues
+        assert queues is not None, "there are other replicas"
+
+        def put() -> None:
+            queues.put(replica, pickle.dumps(list(commands)))
+
+        self._posts.submit(self._guard, put)
+
+    async def _free_replica(self, candidates: Sequence[int]) -> int:
+        """The first one of them that has less than two windows before it; waits for one."""
+        if self.replica_count == 1:
+            return 0
+        while True:
+            for replica in candidates:
+                if await self._waiting(replica) < _WINDOWS_AHEAD:
+                    return replica
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _waiting(self, replica: int) -> int:
+        queues = self._ranks.queues
+        if replica == 0 or queues is None:
+            return self._own_waiting
+        count = partial(queues.waiting, replica)
+        return await self._loop.run_in_executor(self._posts, self._guard, count)
+
+    def _own_done(self, future: asyncio.Future[object]) -> None:
+        self._own_waiting -= 1
+        if not future.cancelled():
+            future.exception()  # `watch` raises it
+
+    def _in_torch_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        return self._loop.run_in_executor(self._thread, self._guard, work)
 
     def _guard(self, work: Callable[[], Result]) -> Result:
-        """Runs in the thread: no work after a failure."""
+        """Runs in a thread: no work after a failure."""
         if self._failure is not None:
             raise self._ending()
         try:
@@ -108,7 +181,7 @@ class Leader:
         except BaseException as error:
             self._failure = error
             self._loop.call_soon_threadsafe(self._failed.set)
-            _log.exception("the torch thread failed")
+            _log.exception("work for the ranks failed")
             raise self._ending() from error
 
     def _ending(self) -> UnavailableError:

@@ -28,8 +28,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            _chunk_statistics(logits[part], token_ids[part], temperature)
-            for part in _slices(logits)
+            chunk_statistics(logits[part], token_ids[part], temperature)
+            for part in slices(*logits.shape)
         ]
         logprobs, entropies, normalisers = (
             torch.cat(column) for column in zip(*parts, strict=True)
@@ -44,18 +44,17 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None
     ) -> tuple[Tensor, None, None]:
         logits, token_ids, normalisers, entropies = ctx.saved_tensors
-        by_logprob = torch.zeros_like(normalisers) if by_logprob is None else by_logprob
         result = torch.empty_like(logits)
-        for part in _slices(logits):
-            all_logprobs = _scaled(logits[part], ctx.temperature) - _column(normalisers[part])
-            slope = -_column(by_logprob[part]).expand_as(all_logprobs)
-            if by_entropy is not None:
-                slope = slope - _column(by_entropy[part]) * (
-                    all_logprobs + _column(entropies[part])
-                )
-            slope = all_logprobs.exp_().mul_(slope)
-            slope.scatter_add_(-1, _column(token_ids[part]), _column(by_logprob[part]))
-            result[part] = slope.div_(ctx.temperature)
+        for part in slices(*logits.shape):
+            result[part] = logit_slopes(
+                logits[part],
+                token_ids[part],
+                normalisers[part],
+                entropies[part],
+                by_logprob[part] if by_logprob is not None else None,
+                by_entropy[part] if by_entropy is not None else None,
+                ctx.temperature,
+            )
         return result, None, None
 
 
@@ -71,28 +70,50 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: float) -> tup
     return result
 
 
+def chunk_statistics(
+    logits: Tensor, token_ids: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs, entropies and logsumexps [n] of logits [n, V]; upcasts all of them."""
+    scaled = _scaled(logits, temperature)
+    normaliser = torch.logsumexp(scaled, dim=-1)
+    logprobs = scaled.gather(-1, _column(token_ids)).squeeze(-1) - normaliser
+    shares = torch.exp(scaled - _column(normaliser))
+    entropies = normaliser - (shares * scaled).sum(-1)
+    return logprobs, entropies, normaliser
+
+
+def logit_slopes(
+    logits: Tensor,
+    token_ids: Tensor,
+    normalisers: Tensor,
+    entropies: Tensor,
+    by_logprob: Tensor | None,
+    by_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The gradient by the logits [n, V], from those by logprobs and entropies [n]; None is 0."""
+    if by_logprob is None:
+        by_logprob = torch.zeros_like(normalisers)
+    all_logprobs = _scaled(logits, temperature) - _column(normalisers)
+    slope = -_column(by_logprob).expand_as(all_logprobs)
+    if by_entropy is not None:
+        slope = slope - _column(by_entropy) * (all_logprobs + _column(entropies))
+    slope = all_logprobs.exp_().mul_(slope)
+    slope.scatter_add_(-1, _column(token_ids), _column(by_logprob))
+    return slope.div_(temperature)
+
+
+def slices(positions: int, vocabulary: int) -> Iterator[slice]:
+    """Chunks of positions whose logits hold _CHUNK_ELEMENTS at most, and one position at least."""
+    rows = max(1, _CHUNK_ELEMENTS // vocabulary)
+    for start in range(0, positions, rows):
+        yield slice(start, start + rows)
+
+
 def _scaled(rows: Tensor, temperature: float) -> Tensor:
     """A fresh copy of the logits, divided by the temperature, in float32 or better."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32)) / temperature
 
 
-def _chunk_statistics(
-    rows: Tensor, ids: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = _scaled(rows, temperature)
-    normaliser = torch.logsumexp(scaled, dim=-1)
-    logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normaliser
-    shares = torch.exp(scaled - normaliser.unsqueeze(-1))
-    entropies = normaliser - (shares * scaled).sum(-1)
-    return logprobs, entropies, normaliser
-
-
 def _column(values: Tensor) -> Tensor:
     return values.unsqueeze(-1)
-
-
-def _slices(logits: Tensor) -> Iterator[slice]:
-    """Positions of chunks whose logits hold _CHUNK_ELEMENTS at most, and one position at least."""
-    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    for start in range(0, logits.shape[0], rows):
-        yield slice(start, start + rows)

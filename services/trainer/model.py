@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from services.trainer.chunked_head import can_replace_head, head_replaced
+from services.trainer.logprobs import token_logprobs
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+_WHOLE_LOGITS = 1 << 26  # logits of a micro-batch that may exist at once: 256 MiB in float32
 
 
 class ModelNotFoundError(Exception):
@@ -38,16 +44,32 @@ class PolicyModel:
         self.compute_dtype = _DTYPES[dtype]
         master = torch.float64 if dtype == "float64" else torch.float32
         self.module = _load(directory, master).to(device)
+        self._can_replace_head = can_replace_head(self.module)
+        self._vocabulary = int(cast(Any, self.module).config.vocab_size)
         self._sharded = mesh is not None
         if mesh is not None:
             _shard(self.module, mesh, self.compute_dtype)
 
-    def logits(self, input_ids: Tensor, keep: int) -> Tensor:
-        """Logits [B, keep, V] of the last `keep` positions; input_ids [B, L] on the device.
+    def logprobs(
+        self, input_ids: Tensor, target_ids: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [B, K] of the targets; input_ids [B, L] end one token earlier.
 
         Padding stands on the right: a causal model never looks at it from a real token, so no
         attention mask is needed.
         """
+        if self._can_replace_head and target_ids.numel() * self._vocabulary > _WHOLE_LOGITS:
+            with head_replaced(self.module, target_ids, temperature):
+                logprobs, entropies = self._logits(input_ids, target_ids.shape[1]).unbind(-1)
+            return logprobs, entropies
+        logits = self._logits(input_ids, target_ids.shape[1])
+        logprobs, entropies = token_logprobs(
+            logits.flatten(0, 1), target_ids.flatten(), temperature
+        )
+        return logprobs.view_as(target_ids), entropies.view_as(target_ids)
+
+    def _logits(self, input_ids: Tensor, keep: int) -> Tensor:
+        """Logits of the last `keep` positions."""
         with self._precision():
             output = self.module(input_ids=input_ids, use_cache=False, logits_to_keep=keep)
         return cast(Tensor, output.logits)

@@ -33,6 +33,7 @@ from rollpacker.wire import WireError
 from services.trainer.leader import Leader
 from services.trainer.packing import StreamPacker, Window
 from services.trainer.redis_retry import through_restarts
+from services.trainer.settings import OpenRunSettings
 
 _READ_COUNT = 16  # entries per read
 _BLOCK_SECONDS = 1.0
@@ -44,13 +45,17 @@ class OpenStep:
     """One open step of the trainer."""
 
     def __init__(
-        self, redis: Redis, leader: Leader, run_id: str, step: int, micro_batch_tokens: int
+        self, redis: Redis, leader: Leader, run_id: str, step: int, settings: OpenRunSettings
     ) -> None:
         self.run_id = run_id
         self.step = step
-        self.packer = StreamPacker(leader.world_size, micro_batch_tokens)
+        self.packer = StreamPacker(
+            leader.shard_size, settings.micro_batch_tokens, leader.replica_count
+        )
         self.accumulate_seconds = 0.0
         self._leader = leader
+        self._deterministic = settings.deterministic
+        self._windows = 0
         self._stream = SampleStream(redis, run_id, step)
         self._position = START
         self._entry_ids: list[str] = []
@@ -98,7 +103,8 @@ class OpenStep:
         except FailedPreconditionError as error:
             self.fail(error)
             raise
-        await self._accumulate(self.packer.flush())
+        for replica, windows in enumerate(self.packer.flush()):
+            await self._accumulate(windows, replica)
 
     async def acknowledge(self) -> None:
         """Tell the stream that its groups are trained."""
@@ -133,13 +139,15 @@ class OpenStep:
             self._taken.add(group.draw.id)
             windows = self.packer.add(group)
             if windows is not None:
-                await self._accumulate(windows)
+                in_turn = self._windows % self._leader.replica_count
+                self._windows += 1
+                await self._accumulate(windows, in_turn if self._deterministic else None)
         self._entry_ids.append(entry_id)
         self._position = entry_id
 
-    async def _accumulate(self, windows: Sequence[Window]) -> None:
+    async def _accumulate(self, windows: Sequence[Window], replica: int | None) -> None:
         start = time.monotonic()
-        await self._leader.accumulate(windows)
+        await self._leader.accumulate(windows, replica)
         self.accumulate_seconds += time.monotonic() - start
 
     async def _stop_reading(self) -> None:

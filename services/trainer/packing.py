@@ -1,16 +1,17 @@
 """From prompt groups in stream order to micro-batches: a pure function of the ordered groups.
 
-Groups are dealt out in stream order, group i to rank i mod n, and collected into *windows* of a
-fixed number of groups per rank. A full window is packed at once; the last, partial one only when
-the step finishes. So what is packed with what, and in which order it is summed, depends on the
-order of the stream and the world size alone, never on when a group arrived.
+Groups are collected in stream order into *windows* of a fixed number of groups per rank of a
+replica. A full window is packed at once, for one replica, group i of it for rank i mod n; the last,
+partial one only when the step finishes, dealt out over all replicas. So what is packed with what
+depends on the order of the stream and the numbers of ranks and replicas alone, never on when a
+group arrived.
 
 Inside a window each rank's responses are sorted by length and packed greedily, longest first,
 into micro-batches of at most `micro_batch_tokens` padded tokens of which at most a fifth is
 padding. A response that is longer than the budget has a micro-batch of its own. All ranks get
 the same number of micro-batches per window (they are in lockstep): the shorter lists are filled
 up with dummies, whose weight is zero. A response without trainable tokens needs no forward pass;
-it is counted, and that is all.
+it is counted, and that is all. Replicas are not in lockstep and get no dummies for each other.
 """
 
 from __future__ import annotations
@@ -83,31 +84,38 @@ class Window:
 
 @dataclass
 class StreamPacker:
-    """Takes the groups of a step in stream order and gives out windows, one item per rank."""
+    """Takes the groups of a step in stream order and gives out windows for a replica's ranks."""
 
-    world_size: int
+    shard_size: int  # ranks of a replica
     micro_batch_tokens: int
+    replica_count: int = 1
     trained_tokens: int = 0  # of all groups taken so far
     trained_responses: int = 0
     group_count: int = 0
     _waiting: list[PromptGroup] = field(default_factory=list)
 
     def add(self, group: PromptGroup) -> list[Window] | None:
-        """Take the next group. Returns a window when this group has filled it."""
+        """Take the next group. When it has filled a window: that window, an item per rank."""
         self._waiting.append(group)
         self.group_count += 1
         self.trained_responses += len(group.responses)
         self.trained_tokens += sum(_trainable_count(scored) for scored in group.responses)
-        if len(self._waiting) < WINDOW_GROUPS * self.world_size:
+        if len(self._waiting) < WINDOW_GROUPS * self.shard_size:
             return None
-        return self.flush()
-
-    def flush(self) -> list[Window]:
-        """The groups that wait, as a last window; it may hold no micro-batch at all."""
         groups, self._waiting = self._waiting, []
+        return self._window(groups)
+
+    def flush(self) -> list[list[Window]]:
+        """The groups that wait, as a last window per replica, each with an item per rank; it may
+        hold no micro-batch at all."""
+        groups, self._waiting = self._waiting, []
+        count = self.replica_count
+        return [self._window(groups[replica::count]) for replica in range(count)]
+
+    def _window(self, groups: Sequence[PromptGroup]) -> list[Window]:
         packed = [
-            pack(_samples(groups[rank :: self.world_size]), self.micro_batch_tokens)
-            for rank in range(self.world_size)
+            pack(_samples(groups[rank :: self.shard_size]), self.micro_batch_tokens)
+            for rank in range(self.shard_size)
         ]
         count = max(map(len, packed))
         return [Window((*batches, *[_dummy()] * (count - len(batches)))) for batches in packed]

@@ -1,11 +1,12 @@
 """One rank of the trainer: it executes commands, all of which come from the leader.
 
-    leader's session --command per rank--> Leader (leader.py) --scatter--> follow() on the others
-                                              |                                |
-                                              +---- Replica.execute(command) --+
+    leader's session --> Leader (leader.py) --queue per replica, scatter--> follow() on the others
+                            |                                                  |
+                            +------------- Replica.execute(command) -----------+
 
-Every rank executes the same kinds of command in the same order, so collectives always meet. A
-command's values may differ by rank (each gets its own micro-batches); its result is the leader's.
+Every rank executes the same commands in the same order, so collectives always meet; only
+Accumulate, which has none over all ranks, goes to one replica at a time, whichever is next or free.
+A command's values may differ by rank (each gets its own micro-batches); its result is the leader's.
 
 States of a replica: *empty*, *open* (a model and an optimizer; the sums of at most one step).
 A refusal (the model cannot be loaded) is agreed on by all ranks and raised on all of them, and
@@ -128,7 +129,9 @@ class Replica:
                 checkpoint.save_tensors(directory, run.model.module, run.optimizer)
             case GatherWeights():
                 return self._gather()
-            case Ping() | Shutdown():
+            case Shutdown():
+                self._ranks.sum(torch.zeros(1))  # nobody leaves before all have heard of it
+            case Ping():
                 pass
         return None
 
@@ -171,7 +174,7 @@ class Replica:
 
     def _update(self) -> UpdateOutcome:
         run = self._opened
-        return apply_update(run.model, run.optimizer, run.accumulator, run.settings)
+        return apply_update(run.model, run.optimizer, run.accumulator, run.settings, self._ranks)
 
     def _gather(self) -> WholeWeights:
         model = self._opened.model
@@ -186,10 +189,12 @@ def follow(ranks: Ranks) -> None:
     ranks.enter_thread()
     replica = Replica(ranks)
     while True:
-        command: Command = ranks.scatter(None)
+        command: Command = ranks.take()
         try:
             replica.execute(command)
         except ModelNotFoundError as error:
             _log.warning("rank %d: %s", ranks.rank, error)
         if isinstance(command, Shutdown):
             return
+        if ranks.queues is not None and ranks.shard == 0:
+            ranks.queues.done(ranks.replica)

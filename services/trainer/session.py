@@ -159,9 +159,7 @@ class Session:
                     f"the trainer holds weight version {version}, step {step} was sampled by"
                     f" {weight_version}; start step {version}, or open the run again",
                 )
-            self._step = OpenStep(
-                self._redis, self._leader, run_id, step, run.spec.settings.micro_batch_tokens
-            )
+            self._step = OpenStep(self._redis, self._leader, run_id, step, run.spec.settings)
 
     async def _abandon_step(self, run_id: str, step: int) -> None:
         async with self._lock:

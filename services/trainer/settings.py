@@ -33,6 +33,9 @@ class TrainerServiceSettings(WorkerSettings):
     checkpoint_root: Path = Field(description="checkpoints are kept below it")
     device: str = Field("cpu", pattern="^(cpu|cuda)$", description="cpu or cuda")
     threads: int = Field(1, ge=1, description="torch threads of each rank")
+    shard_size: int = Field(
+        0, ge=0, description="ranks that hold one copy of the model; 0: all of them"
+    )
     rank_timeout_seconds: float = Field(
         600, gt=0, description="how long a rank waits for another one before it gives up"
     )

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from services.trainer import loss
-from services.trainer.logprobs import token_logprobs
 from services.trainer.model import PolicyModel
 from services.trainer.objective import Objective, TokenValues, objective
 from services.trainer.packing import MicroBatch
@@ -116,11 +115,7 @@ class StepAccumulator:
 
     def _logprobs(self, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the targets, both [B, K]."""
-        logits = model.logits(batch.input_ids, batch.target_ids.shape[1])
-        logprobs, entropies = token_logprobs(
-            logits.flatten(0, 1), batch.target_ids.flatten(), self._temperature
-        )
-        return logprobs.view_as(batch.target_ids), entropies.view_as(batch.target_ids)
+        return model.logprobs(batch.input_ids, batch.target_ids, self._temperature)
 
     @torch.no_grad()
     def _count(self, batch: MicroBatch, terms: Objective, logprobs: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.trainer.model import PolicyModel
+from services.trainer.ranks import Ranks
 from services.trainer.settings import OpenRunSettings
 from services.trainer.step_accumulator import StepAccumulator, StepSums
 
@@ -44,11 +45,13 @@ def apply_update(
     optimizer: torch.optim.Optimizer,
     accumulator: StepAccumulator,
     settings: OpenRunSettings,
+    ranks: Ranks,
 ) -> UpdateOutcome:
-    """Apply the sums and empty the accumulator. Collective when sharded."""
+    """Apply the sums of all replicas and empty the accumulator. Collective."""
     sums = accumulator.sums()
     normaliser = settings.fixed_normaliser() or float(max(1, sums.trained_tokens))
     gradients = accumulator.gradients()
+    ranks.sum_over_replicas(gradients)
     for gradient in gradients:
         gradient.div_(normaliser)
     norm = _whole(torch.nn.utils.get_total_norm(gradients))

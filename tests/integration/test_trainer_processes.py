@@ -81,7 +81,7 @@ class TrainerProcess(ServedTrainer):
 
 @contextlib.asynccontextmanager
 async def trainer_process(
-    redis_url: str, directory: Path, ranks: int = 1
+    redis_url: str, directory: Path, ranks: int = 1, shard_size: int = 0
 ) -> AsyncIterator[TrainerProcess]:
     """Start a trainer, wait until it serves; at the end nothing of it is left."""
     address_file = directory / "address"
@@ -93,6 +93,7 @@ async def trainer_process(
         "REDIS_URL": redis_url,
         "WEIGHTS_ROOT": str(directory / "weights"),
         "CHECKPOINT_ROOT": str(directory / "checkpoints"),
+        "SHARD_SIZE": str(shard_size),
     }
     environment = {f"ROLLPACKER_TRAINER_{name}": value for name, value in settings.items()}
     launcher = ["-m"]
@@ -180,6 +181,45 @@ async def test_two_and_four_ranks_train_what_one_does_through_a_killed_rank(
         trainer.end(signal.SIGTERM)
         await trainer.ended()
     log = (tmp_path / "more" / "trainer-4.log").read_text()
+    assert "Traceback" not in log.partition("death signal")[0]
+    assert_same_change(initial, alone[1].weights_uri, second.weights_uri)
+    assert_same_metrics(alone[1].metrics, second.metrics)
+
+
+async def test_replicas_that_share_nothing_but_the_update_train_what_one_process_does(
+    redis_client, redis_url, model, tmp_path
+):
+    """Two replicas of one rank go on where two replicas of two shards were killed."""
+    settings = SMOOTH.model_copy(update={"deterministic": False, "dtype": "float64"})
+    request = open_run_request(model, settings)
+    steps = [make_groups(0, 35), make_groups(1, 3)]  # more than two windows, and one response each
+    (tmp_path / "more").mkdir()
+    async with serving_trainer(redis_client, tmp_path / "one") as trainer:
+        initial = (await trainer.open(request)).weights_uri
+        alone = [await trainer.train(redis_client, n, groups) for n, groups in enumerate(steps)]
+    await redis_client.flushdb()
+
+    async with trainer_process(redis_url, tmp_path / "more", ranks=4, shard_size=2) as trainer:
+        await trainer.open(request)
+        first = await trainer.train(redis_client, 0, steps[0])
+        await trainer.start(1)
+        await fill_stream(redis_client, 1, steps[1])
+        trainer.kill_rank(3)
+        assert await trainer.ended() != 0
+    assert_same_change(initial, alone[0].weights_uri, first.weights_uri)
+    assert_same_metrics(alone[0].metrics, first.metrics)
+
+    async with trainer_process(redis_url, tmp_path / "more", ranks=2, shard_size=1) as trainer:
+        opened = await trainer.open(request)
+        assert (opened.weight_version, same_bits(opened.weights_uri, first.weights_uri)) == (
+            1,
+            True,
+        )
+        await trainer.start(1)
+        second = await trainer.finish(1, draws_of(steps[1]))
+        trainer.end(signal.SIGTERM)
+        await trainer.ended()
+    log = (tmp_path / "more" / "trainer-2.log").read_text()
     assert "Traceback" not in log.partition("death signal")[0]
     assert_same_change(initial, alone[1].weights_uri, second.weights_uri)
     assert_same_metrics(alone[1].metrics, second.metrics)

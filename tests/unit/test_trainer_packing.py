@@ -14,11 +14,11 @@ from services.trainer.packing import WINDOW_GROUPS, Sample, StreamPacker, make_m
 from tests.trainer_support import make_group, make_response
 
 
-def run_packer(groups, world_size=1, micro_batch_tokens=96):
+def run_packer(groups, shard_size=1, micro_batch_tokens=96, replica_count=1):
     """All windows of a step; one list of micro-batches per rank and window."""
-    packer = StreamPacker(world_size, micro_batch_tokens)
+    packer = StreamPacker(shard_size, micro_batch_tokens, replica_count)
     windows = [window for group in groups if (window := packer.add(group))]
-    return packer, [*windows, packer.flush()]
+    return packer, [*windows, *packer.flush()]
 
 
 def trained_rows(batches):
@@ -44,13 +44,16 @@ def expected_rows(groups):
 
 @given(
     count=st.integers(0, 30),
-    world_size=st.sampled_from([1, 2, 4]),
+    shard_size=st.sampled_from([1, 2, 4]),
+    replica_count=st.sampled_from([1, 2, 3]),
     budget=st.integers(1, 300),
     shortest=st.integers(0, 3),
 )
-def test_every_response_is_in_exactly_one_micro_batch(count, world_size, budget, shortest):
+def test_every_response_is_in_exactly_one_micro_batch(
+    count, shard_size, replica_count, budget, shortest
+):
     groups = [make_group(i, lengths=(shortest, 20)) for i in range(count)]
-    packer, windows = run_packer(groups, world_size, budget)
+    packer, windows = run_packer(groups, shard_size, budget, replica_count)
     batches = [batch for window in windows for rank in window for batch in rank.micro_batches]
     assert sorted(trained_rows(batches)) == sorted(expected_rows(groups))
     tokens = sum(len(s.response.token_ids) for group in groups for s in group.responses)
@@ -70,6 +73,29 @@ def test_group_i_goes_to_rank_i_mod_n_and_all_ranks_get_as_many_micro_batches(co
         assert len({len(part.micro_batches) for part in window}) == 1
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 249])
+@pytest.mark.parametrize(("replica_count", "shard_size"), [(1, 4), (2, 2), (4, 1)])
+def test_any_count_of_responses_fits_four_ranks(count, replica_count, shard_size):
+    groups = [make_group(i, responses=1) for i in range(count)]
+    packer, windows = run_packer(groups, shard_size, 96, replica_count)
+    batches = [batch for window in windows for rank in window for batch in rank.micro_batches]
+    assert sorted(trained_rows(batches)) == sorted(expected_rows(groups))
+    assert all(len({len(part.micro_batches) for part in window}) == 1 for window in windows)
+    assert packer.trained_responses == count
+
+
+def test_the_last_groups_are_dealt_out_over_the_replicas_which_get_no_dummies_for_each_other():
+    groups = [make_group(0, lengths=(20, 20)), make_group(1, lengths=(1, 1))]
+    packer = StreamPacker(1, 30, replica_count=3)
+    for group in groups:
+        packer.add(group)
+    (first,), (second,), (third,) = packer.flush()
+    assert sorted(trained_rows(first.micro_batches)) == sorted(expected_rows(groups[:1]))
+    assert sorted(trained_rows(second.micro_batches)) == sorted(expected_rows(groups[1:]))
+    assert len(first.micro_batches) > len(second.micro_batches)
+    assert third.micro_batches == ()
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 200))
 def test_micro_batches_keep_the_budget_and_at_most_a_fifth_is_padding(lengths, budget):
     samples = [Sample((1,), (2,) * n, (-1.0,) * n, (True,) * n, 1.0) for n in lengths]
@@ -84,7 +110,7 @@ def test_windows_are_cut_by_the_order_of_the_stream_alone():
     packer = StreamPacker(1, 96)
     cuts = [i for i, group in enumerate(groups) if packer.add(group) is not None]
     assert cuts == [WINDOW_GROUPS - 1, 2 * WINDOW_GROUPS - 1]
-    (last,) = packer.flush()
+    ((last,),) = packer.flush()
     assert sorted(trained_rows(last.micro_batches)) == sorted(expected_rows(groups[-3:]))
 
 

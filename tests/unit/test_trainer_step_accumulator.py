@@ -43,7 +43,7 @@ class Step:
     def fill(self, groups):
         packer = StreamPacker(1, self.settings.micro_batch_tokens)
         windows = [window for group in groups if (window := packer.add(group))]
-        for (window,) in [*windows, packer.flush()]:
+        for (window,) in [*windows, *packer.flush()]:
             for batch in window.micro_batches:
                 self.accumulator.add(batch)
         return self
@@ -55,7 +55,7 @@ class Step:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()
 
     def update(self):
-        return apply_update(self.model, self.optimizer, self.accumulator, self.settings)
+        return apply_update(self.model, self.optimizer, self.accumulator, self.settings, Ranks())
 
     def applied_gradient(self, groups):
         """The gradient of a step as the optimizer is given it."""
