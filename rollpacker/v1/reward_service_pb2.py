@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from rollpacker.v1 import types_pb2 as rollpacker_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollpacker/v1/reward_service.proto\x12\rrollpacker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollpacker/v1/types.proto\"\xaf\x01\n\x14ScoreResponseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bresponse_id\x18\x02 \x01(\t\x12\x15\n\rresponse_text\x18\x03 \x01(\t\x12.\n\x0bgrader_kind\x18\x04 \x01(\x0e\x32\x19.rollpacker.v1.GraderKind\x12\x16\n\x0ereference_json\x18\x05 \x01(\t\x12\x13\n\x0bprompt_text\x18\x06 \x01(\t\"\xa0\x02\n\x15ScoreResponseResponse\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x46\n\tbreakdown\x18\x02 \x03(\x0b\x32\x33.rollpacker.v1.ScoreResponseResponse.BreakdownEntry\x12\'\n\x07verdict\x18\x03 \x01(\x0e\x32\x16.rollpacker.v1.Verdict\x12*\n\x07\x65lapsed\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x65xtracted_answer\x18\x05 \x01(\t\x1a\x30\n\x0e\x42reakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\x12\n\x10GetRewardRequest\"\x8f\x01\n\x11GetRewardResponse\x12/\n\x0cgrader_kinds\x18\x01 \x03(\x0e\x32\x19.rollpacker.v1.GraderKind\x12\x12\n\nslot_count\x18\x02 \x01(\x05\x12\x17\n\x0f\x62usy_slot_count\x18\x03 \x01(\x05\x12\x1c\n\x14worker_restart_count\x18\x04 \x01(\x03\x32\xbb\x01\n\rRewardService\x12Z\n\rScoreResponse\x12#.rollpacker.v1.ScoreResponseRequest\x1a$.rollpacker.v1.ScoreResponseResponse\x12N\n\tGetReward\x12\x1f.rollpacker.v1.GetRewardRequest\x1a .rollpacker.v1.GetRewardResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollpacker/v1/reward_service.proto\x12\rrollpacker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollpacker/v1/types.proto\"\xc2\x01\n\x14ScoreResponseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bresponse_id\x18\x02 \x01(\t\x12\x15\n\rresponse_text\x18\x03 \x01(\t\x12.\n\x0bgrader_kind\x18\x04 \x01(\x0e\x32\x19.rollpacker.v1.GraderKind\x12\x16\n\x0ereference_json\x18\x05 \x01(\t\x12\x13\n\x0bprompt_text\x18\x06 \x01(\t\x12\x11\n\tprompt_id\x18\x07 \x01(\t\"\x81\x03\n\x15ScoreResponseResponse\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x46\n\tbreakdown\x18\x02 \x03(\x0b\x32\x33.rollpacker.v1.ScoreResponseResponse.BreakdownEntry\x12\'\n\x07verdict\x18\x03 \x01(\x0e\x32\x16.rollpacker.v1.Verdict\x12*\n\x07\x65lapsed\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x65xtracted_answer\x18\x05 \x01(\t\x12.\n\x0bprogram_cpu\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprogram_wall\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x30\n\x0e\x42reakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\x12\n\x10GetRewardRequest\"\xce\x01\n\x11GetRewardResponse\x12/\n\x0cgrader_kinds\x18\x01 \x03(\x0e\x32\x19.rollpacker.v1.GraderKind\x12\x12\n\nslot_count\x18\x02 \x01(\x05\x12\x17\n\x0f\x62usy_slot_count\x18\x03 \x01(\x05\x12\x1c\n\x14worker_restart_count\x18\x04 \x01(\x03\x12=\n\x13unavailable_graders\x18\x05 \x03(\x0b\x32 .rollpacker.v1.UnavailableGrader\"S\n\x11UnavailableGrader\x12.\n\x0bgrader_kind\x18\x01 \x01(\x0e\x32\x19.rollpacker.v1.GraderKind\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xbb\x01\n\rRewardService\x12Z\n\rScoreResponse\x12#.rollpacker.v1.ScoreResponseRequest\x1a$.rollpacker.v1.ScoreResponseResponse\x12N\n\tGetReward\x12\x1f.rollpacker.v1.GetRewardRequest\x1a .rollpacker.v1.GetRewardResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCORERESPONSERESPONSE_BREAKDOWNENTRY']._loaded_options = None
   _globals['_SCORERESPONSERESPONSE_BREAKDOWNENTRY']._serialized_options = b'8\001'
   _globals['_SCORERESPONSEREQUEST']._serialized_start=113
-  _globals['_SCORERESPONSEREQUEST']._serialized_end=288
-  _globals['_SCORERESPONSERESPONSE']._serialized_start=291
-  _globals['_SCORERESPONSERESPONSE']._serialized_end=579
-  _globals['_SCORERESPONSERESPONSE_BREAKDOWNENTRY']._serialized_start=520
-  _globals['_SCORERESPONSERESPONSE_BREAKDOWNENTRY']._serialized_end=568
-  _globals['_GETREWARDREQUEST']._serialized_start=581
-  _globals['_GETREWARDREQUEST']._serialized_end=599
-  _globals['_GETREWARDRESPONSE']._serialized_start=602
-  _globals['_GETREWARDRESPONSE']._serialized_end=745
-  _globals['_REWARDSERVICE']._serialized_start=748
-  _globals['_REWARDSERVICE']._serialized_end=935
+  _globals['_SCORERESPONSEREQUEST']._serialized_end=307
+  _globals['_SCORERESPONSERESPONSE']._serialized_start=310
+  _globals['_SCORERESPONSERESPONSE']._serialized_end=695
+  _globals['_SCORERESPONSERESPONSE_BREAKDOWNENTRY']._serialized_start=636
+  _globals['_SCORERESPONSERESPONSE_BREAKDOWNENTRY']._serialized_end=684
+  _globals['_GETREWARDREQUEST']._serialized_start=697
+  _globals['_GETREWARDREQUEST']._serialized_end=715
+  _globals['_GETREWARDRESPONSE']._serialized_start=718
+  _globals['_GETREWARDRESPONSE']._serialized_end=924
+  _globals['_UNAVAILABLEGRADER']._serialized_start=926
+  _globals['_UNAVAILABLEGRADER']._serialized_end=1009
+  _globals['_REWARDSERVICE']._serialized_start=1012
+  _globals['_REWARDSERVICE']._serialized_end=1199
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,7 @@ class ScoreResponseRequest(_message.Message):
     GRADER_KIND_FIELD_NUMBER: _builtins.int
     REFERENCE_JSON_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    PROMPT_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that asks; for logs."""
     response_id: _builtins.str
@@ -42,10 +43,13 @@ class ScoreResponseRequest(_message.Message):
     """Which grader."""
     reference_json: _builtins.str
     """Reference answer, test cases or rubric, as JSON; it reaches this service alone.
-    For math: {"answer": "42"}.
+    For math: {"answer": "42"}. For code: {"tests": [["1\\n", "2\\n"], ...]}; services/reward/README.md
+    has the other shapes.
     """
     prompt_text: _builtins.str
     """The prompt as text, for graders that read it."""
+    prompt_id: _builtins.str
+    """The prompt; names its test cases, whose time limits adapt. Absent: a digest of reference_json."""
     def __init__(
         self,
         *,
@@ -55,10 +59,11 @@ class ScoreResponseRequest(_message.Message):
         grader_kind: _types_pb2.GraderKind.ValueType = ...,
         reference_json: _builtins.str = ...,
         prompt_text: _builtins.str = ...,
+        prompt_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grader_kind", b"grader_kind", "prompt_text", b"prompt_text", "reference_json", b"reference_json", "response_id", b"response_id", "response_text", b"response_text", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grader_kind", b"grader_kind", "prompt_id", b"prompt_id", "prompt_text", b"prompt_text", "reference_json", b"reference_json", "response_id", b"response_id", "response_text", b"response_text", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -95,6 +100,8 @@ class ScoreResponseResponse(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     EXTRACTED_ANSWER_FIELD_NUMBER: _builtins.int
+    PROGRAM_CPU_FIELD_NUMBER: _builtins.int
+    PROGRAM_WALL_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """Finite. Absent when no reward could be given."""
     verdict: _types_pb2.Verdict.ValueType
@@ -109,6 +116,14 @@ class ScoreResponseResponse(_message.Message):
     def elapsed(self) -> _duration_pb2.Duration:
         """Time that the work took, without waiting for a slot."""
 
+    @_builtins.property
+    def program_cpu(self) -> _duration_pb2.Duration:
+        """CPU time of the response's own program over all its test cases; absent where none ran."""
+
+    @_builtins.property
+    def program_wall(self) -> _duration_pb2.Duration:
+        """Wall time of the same."""
+
     def __init__(
         self,
         *,
@@ -117,10 +132,12 @@ class ScoreResponseResponse(_message.Message):
         verdict: _types_pb2.Verdict.ValueType = ...,
         elapsed: _duration_pb2.Duration | None = ...,
         extracted_answer: _builtins.str = ...,
+        program_cpu: _duration_pb2.Duration | None = ...,
+        program_wall: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "elapsed", b"elapsed", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "elapsed", b"elapsed", "program_cpu", b"program_cpu", "program_wall", b"program_wall", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "breakdown", b"breakdown", "elapsed", b"elapsed", "extracted_answer", b"extracted_answer", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "breakdown", b"breakdown", "elapsed", b"elapsed", "extracted_answer", b"extracted_answer", "program_cpu", b"program_cpu", "program_wall", b"program_wall", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -155,6 +172,7 @@ class GetRewardResponse(_message.Message):
     SLOT_COUNT_FIELD_NUMBER: _builtins.int
     BUSY_SLOT_COUNT_FIELD_NUMBER: _builtins.int
     WORKER_RESTART_COUNT_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_GRADERS_FIELD_NUMBER: _builtins.int
     slot_count: _builtins.int
     """Responses that it can score at the same time."""
     busy_slot_count: _builtins.int
@@ -165,6 +183,10 @@ class GetRewardResponse(_message.Message):
     def grader_kinds(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.GraderKind.ValueType]:
         """Graders that it offers."""
 
+    @_builtins.property
+    def unavailable_graders(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnavailableGrader]:
+        """Graders that this host cannot offer, and why."""
+
     def __init__(
         self,
         *,
@@ -172,11 +194,38 @@ class GetRewardResponse(_message.Message):
         slot_count: _builtins.int = ...,
         busy_slot_count: _builtins.int = ...,
         worker_restart_count: _builtins.int = ...,
+        unavailable_graders: _abc.Iterable[Global___UnavailableGrader] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slot_count", b"busy_slot_count", "grader_kinds", b"grader_kinds", "slot_count", b"slot_count", "worker_restart_count", b"worker_restart_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slot_count", b"busy_slot_count", "grader_kinds", b"grader_kinds", "slot_count", b"slot_count", "unavailable_graders", b"unavailable_graders", "worker_restart_count", b"worker_restart_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRewardResponse: _TypeAlias = GetRewardResponse  # noqa: Y015
+
+@_typing.final
+class UnavailableGrader(_message.Message):
+    """A grader that this host cannot offer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRADER_KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    grader_kind: _types_pb2.GraderKind.ValueType
+    """Which."""
+    reason: _builtins.str
+    """The cause, and which knob to turn."""
+    def __init__(
+        self,
+        *,
+        grader_kind: _types_pb2.GraderKind.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grader_kind", b"grader_kind", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnavailableGrader: _TypeAlias = UnavailableGrader  # noqa: Y015

@@ -39,6 +39,9 @@ class RewardServiceStub:
     RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
     UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
     INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
+    FAILED_PRECONDITION (GRADER_UNAVAILABLE): this host cannot offer the grader (code: no sandbox
+    can be made); the message names the cause and the fix. The service's health for it, named
+    "rollpacker.v1.RewardService/code", is NOT_SERVING then; other graders go on.
     INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
     """
     GetReward: _grpc.UnaryUnaryMultiCallable[_reward_service_pb2.GetRewardRequest, _reward_service_pb2.GetRewardResponse]
@@ -55,6 +58,9 @@ class RewardServiceAsyncStub(RewardServiceStub):
     RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
     UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
     INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
+    FAILED_PRECONDITION (GRADER_UNAVAILABLE): this host cannot offer the grader (code: no sandbox
+    can be made); the message names the cause and the fix. The service's health for it, named
+    "rollpacker.v1.RewardService/code", is NOT_SERVING then; other graders go on.
     INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
     """
     GetReward: _aio.UnaryUnaryMultiCallable[_reward_service_pb2.GetRewardRequest, _reward_service_pb2.GetRewardResponse]  # type: ignore[assignment]
@@ -74,6 +80,9 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         RESOURCE_EXHAUSTED (SLOTS_BUSY) with RetryInfo: every slot is busy; try later.
         UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
         INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
+        FAILED_PRECONDITION (GRADER_UNAVAILABLE): this host cannot offer the grader (code: no sandbox
+        can be made); the message names the cause and the fix. The service's health for it, named
+        "rollpacker.v1.RewardService/code", is NOT_SERVING then; other graders go on.
         INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
         """
 

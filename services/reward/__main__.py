@@ -9,17 +9,25 @@ import uvloop
 from rollpacker.observability import set_up_logging
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import serve
+from rollpacker.types import GraderKind
 from rollpacker.v1 import coordinator_service_pb2
-from services.reward.server import make_server
+from services.reward.server import make_server, report_graders
 from services.reward.settings import RewardServiceSettings
 from services.reward.worker_pool import WorkerPool
 
 
 async def run(settings: RewardServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT; leaves no worker behind."""
-    pool = WorkerPool(settings.slots, settings.time_limit_seconds, settings.waiting_per_slot)
+    pool = WorkerPool(
+        settings.slots,
+        settings.time_limit_seconds,
+        settings.waiting_per_slot,
+        settings.graders,
+        checked_graders=[GraderKind.CODE],
+    )
     async with pool:
         server = make_server(settings.address, pool)
+        await report_graders(server, pool)
         heartbeat = partial(
             run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
         )

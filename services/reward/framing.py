@@ -1,8 +1,8 @@
 """Messages between the service and its grading workers: four bytes of length, then JSON.
 
-Service to worker: {"load": kind} or {"grade": {grader_kind, response_text, reference_json,
-prompt_text}}. Worker to service: {"loaded": kind}, {"score": {reward, verdict, extracted_answer,
-breakdown}}, {"bad_reference": message} or {"failed": message}. One reply per request, in order.
+Service to worker: {"load": kind, "settings": {...}} or {"grade": task}. Worker to service:
+{"loaded": kind}, {"unavailable": message}; {"score": score}, {"bad_reference": message},
+{"failed": message} or {"lost": message}. One reply per request, in order.
 Nothing is pickled.
 """
 
@@ -12,10 +12,11 @@ import asyncio
 import json
 import socket
 import struct
+from dataclasses import asdict
 from typing import Any
 
 from rollpacker.types import GraderKind, Verdict
-from services.reward.graders.grader import GradingTask, Score
+from services.reward.graders.grader import GradingTask, Score, TestRun
 
 _LENGTH = struct.Struct(">I")
 
@@ -49,6 +50,7 @@ def task_to_message(task: GradingTask) -> Message:
         "response_text": task.response_text,
         "reference_json": task.reference_json,
         "prompt_text": task.prompt_text,
+        "time_anchors": dict(task.time_anchors),
     }
 
 
@@ -62,11 +64,13 @@ def score_to_message(score: Score) -> Message:
         "verdict": score.verdict.value,
         "extracted_answer": score.extracted_answer,
         "breakdown": dict(score.breakdown),
+        "runs": [{**asdict(run), "verdict": run.verdict.value} for run in score.runs],
     }
 
 
 def score_from_message(message: Message) -> Score:
-    return Score(**{**message, "verdict": Verdict(message["verdict"])})
+    runs = tuple(TestRun(**{**run, "verdict": Verdict(run["verdict"])}) for run in message["runs"])
+    return Score(**{**message, "verdict": Verdict(message["verdict"]), "runs": runs})
 
 
 def _decode(body: bytes) -> Message:

@@ -5,7 +5,7 @@ nothing between two tasks. It ends when the service closes the socket, and the k
 the service dies. The service may kill it at any moment: that is how a time limit ends.
 
 Memory is limited, so that one answer cannot take the host's; a task over it is a verdict. The
-seal is closed while a task is graded.
+seal is closed while a task is graded, unless the grader has to start a sandbox.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import nullcontext, suppress
 
 from rollpacker.observability import set_up_logging
 from rollpacker.types import GraderKind, Verdict
 from services.reward import framing
-from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask, Score
+from services.reward.graders.grader import (
+    BadReferenceError,
+    GraderFailedError,
+    GraderUnavailableError,
+    GradingLostError,
+    GradingTask,
+    Score,
+)
 from services.reward.graders.registry import graders
 from services.reward.graders.seal import EvaluationRefusedError, Seal
 
@@ -34,24 +42,28 @@ def main() -> None:
     """Serve until the socket is closed."""
     set_up_logging("reward worker", "WARNING")
     _die_with_the_service()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a sandbox may be given more than a worker
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seal = Seal()
     with socket.socket(fileno=os.dup(0)) as connection:
         while (request := framing.receive(connection)) is not None:
             connection.sendall(framing.encode(_answer(request, seal)))
+            _prepare(request)
 
 
 def _answer(request: framing.Message, seal: Seal) -> framing.Message:
     if "load" in request:
-        graders()[GraderKind(request["load"])].load()
-        return {"loaded": request["load"]}
+        return _load(request)
     task = framing.task_from_message(request["grade"])
+    grader = graders()[task.grader_kind]
     try:
-        with seal.closed():
-            score = graders()[task.grader_kind].grade(task)
+        with seal.closed() if grader.sealed else nullcontext():
+            score = grader.grade(task)
     except BadReferenceError as error:
         return {"bad_reference": str(error)}
+    except GradingLostError as error:
+        return {"lost": str(error)}
     except GraderFailedError as error:
         return {"failed": str(error)}
     except EvaluationRefusedError as error:
@@ -62,6 +74,21 @@ def _answer(request: framing.Message, seal: Seal) -> framing.Message:
         _log.exception("grader %s failed", task.grader_kind.value)
         return {"failed": f"grader {task.grader_kind.value} raised {type(error).__name__}: {error}"}
     return {"score": framing.score_to_message(score)}
+
+
+def _load(request: framing.Message) -> framing.Message:
+    try:
+        graders()[GraderKind(request["load"])].load(request["settings"])
+    except GraderUnavailableError as error:
+        return {"unavailable": str(error)}
+    return {"loaded": request["load"]}
+
+
+def _prepare(request: framing.Message) -> None:
+    """After a reply. What fails now fails again in the next task, and is told there."""
+    if "grade" in request:
+        with suppress(GradingLostError):
+            graders()[GraderKind(request["grade"]["grader_kind"])].prepare()
 
 
 def _scorer_name(task: GradingTask) -> str:

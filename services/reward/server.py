@@ -15,7 +15,12 @@ from rollpacker.types import GraderKind
 from rollpacker.v1 import reward_service_pb2 as pb
 from rollpacker.v1 import reward_service_pb2_grpc as pb_grpc
 from services.reward import grading
-from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask
+from services.reward.graders.grader import (
+    BadReferenceError,
+    GraderFailedError,
+    GraderUnavailableError,
+    GradingTask,
+)
 from services.reward.graders.registry import graders
 from services.reward.worker_pool import SlotsBusyError, WorkerPool
 from services.reward.worker_process import GradingOutcome, WorkerLostError
@@ -45,6 +50,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
                 f"{error}; try again in {error.retry_after_seconds:.1f} s or add slots",
                 retry_after_seconds=error.retry_after_seconds,
             ) from error
+        except GraderUnavailableError as error:
+            raise errors.FailedPreconditionError("GRADER_UNAVAILABLE", str(error)) from error
         except WorkerLostError as error:
             raise errors.UnavailableError("WORKER_LOST", f"{error}; try again") from error
         except GraderFailedError as error:
@@ -58,10 +65,18 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         self, request: pb.GetRewardRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetRewardResponse:
         return pb.GetRewardResponse(
-            grader_kinds=[wire.grader_kind_to_proto(kind) for kind in graders()],
+            grader_kinds=[
+                wire.grader_kind_to_proto(kind)
+                for kind in graders()
+                if kind not in self._pool.unavailable
+            ],
             slot_count=self._pool.slot_count,
             busy_slot_count=self._pool.busy_slot_count,
             worker_restart_count=self._pool.worker_restart_count,
+            unavailable_graders=[
+                pb.UnavailableGrader(grader_kind=wire.grader_kind_to_proto(kind), reason=reason)
+                for kind, reason in self._pool.unavailable.items()
+            ],
         )
 
 
@@ -99,14 +114,29 @@ def _grader_kind(value: int) -> GraderKind:
     return kind
 
 
+async def report_graders(server: RpcServer, pool: WorkerPool) -> None:
+    """Set the health of each grader, by the name that the proto gives."""
+    for kind in graders():
+        name = f"{SERVICE_NAME}/{kind.value}"
+        await server.set_part_serving(name, kind not in pool.unavailable)
+
+
 def _response(outcome: GradingOutcome) -> pb.ScoreResponseResponse:
-    elapsed = Duration()
-    elapsed.FromNanoseconds(round(outcome.elapsed_seconds * 1e9))
     score = outcome.score
-    return pb.ScoreResponseResponse(
+    response = pb.ScoreResponseResponse(
         reward=score.reward,
         breakdown=score.breakdown,
         verdict=wire.verdict_to_proto(score.verdict),
-        elapsed=elapsed,
+        elapsed=_duration(outcome.elapsed_seconds),
         extracted_answer=score.extracted_answer[:_MAX_LOGGED_ANSWER],
     )
+    if score.runs:
+        response.program_cpu.CopyFrom(_duration(score.cpu_seconds))
+        response.program_wall.CopyFrom(_duration(score.wall_seconds))
+    return response
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

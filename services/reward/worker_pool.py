@@ -7,7 +7,8 @@ to it there, and nothing else:
 - it uses up its time: the worker is killed and replaced, the score is 0 with TIMED_OUT;
 - the worker dies by itself: the task runs once more on a fresh worker, then it is lost
   (WorkerLostError), which is no score;
-- the reference is unusable or the scorer fails: its error reaches the caller, the worker lives on.
+- the reference is unusable or the scorer fails: its error reaches the caller, the worker lives on;
+- this host cannot offer the grader (GraderUnavailableError): so it is for every task of its kind.
 
 A caller that gives up while its task waits takes it out of the line; once it runs it runs to its
 end, and the score is dropped. A full line refuses at once (SlotsBusyError) and says when to try
@@ -19,12 +20,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
 from rollpacker.types import GraderKind, Verdict
-from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask, Score
+from services.reward.graders.grader import (
+    BadReferenceError,
+    GraderFailedError,
+    GraderUnavailableError,
+    GradingTask,
+    Score,
+)
+from services.reward.graders.registry import graders
 from services.reward.worker_process import (
     GradingOutcome,
     TimeLimitError,
@@ -32,6 +42,7 @@ from services.reward.worker_process import (
     WorkerProcess,
 )
 
+GraderSettings = Mapping[GraderKind, Mapping[str, Any]]
 WAITING_PER_SLOT = 1024
 _ATTEMPTS = 2  # on workers that die by themselves
 _FIRST_GRADER = GraderKind.MATH  # loaded before a worker counts as ready
@@ -62,8 +73,13 @@ class WorkerPool:
         slot_count: int,
         time_limit_seconds: float,
         waiting_per_slot: int = WAITING_PER_SLOT,
+        settings: GraderSettings = MappingProxyType({}),
+        checked_graders: Sequence[GraderKind] = (),
     ) -> None:
-        self._slots = [_Slot(time_limit_seconds) for _ in range(slot_count)]
+        """`settings`: what a grader's `load` takes. `checked_graders` are loaded at the start."""
+        self._slots = [_Slot(time_limit_seconds, settings) for _ in range(slot_count)]
+        self._checked_graders = tuple(checked_graders)
+        self.unavailable: dict[GraderKind, str] = {}  # graders that this host cannot offer, and why
         self._line: asyncio.Queue[_Job] = asyncio.Queue()
         self._waiting_limit = waiting_per_slot * slot_count
         self._mean_seconds = _FIRST_MEAN_SECONDS
@@ -102,10 +118,19 @@ class WorkerPool:
         """Start every worker; returns when all are ready. Raises WorkerLostError."""
         try:
             await asyncio.gather(*(slot.ready_worker(_FIRST_GRADER) for slot in self._slots))
+            for kind in self._checked_graders:
+                await self._check(kind)
         except BaseException:
             await self.stop()
             raise
         self._tasks = [asyncio.create_task(self._run(slot)) for slot in self._slots]
+
+    async def _check(self, kind: GraderKind) -> None:
+        try:
+            await self._slots[0].ready_worker(kind)
+        except GraderUnavailableError as error:
+            _log.error("%s is not offered: %s", kind.value, error)
+            self.unavailable[kind] = str(error)
 
     async def stop(self) -> None:
         """Kill every worker; tasks that wait or run are lost. Repeat: no effect."""
@@ -119,8 +144,11 @@ class WorkerPool:
     async def grade(self, task: GradingTask) -> GradingOutcome:
         """Score one response.
 
-        Raises SlotsBusyError, WorkerLostError, BadReferenceError, GraderFailedError.
+        Raises SlotsBusyError, WorkerLostError, BadReferenceError, GraderFailedError,
+        GraderUnavailableError.
         """
+        if task.grader_kind in self.unavailable:
+            raise GraderUnavailableError(self.unavailable[task.grader_kind])
         waiting = self._line.qsize()
         if waiting >= self._waiting_limit:
             seconds = waiting * self._mean_seconds / self.slot_count
@@ -143,7 +171,12 @@ class WorkerPool:
     async def _work(self, slot: _Slot, job: _Job) -> None:
         try:
             outcome = await slot.grade(job.task)
-        except (WorkerLostError, BadReferenceError, GraderFailedError) as error:
+        except (
+            WorkerLostError,
+            BadReferenceError,
+            GraderFailedError,
+            GraderUnavailableError,
+        ) as error:
             _fail(job, error)
         except asyncio.CancelledError:
             _fail(job, WorkerLostError("the reward service stops"))
@@ -157,7 +190,8 @@ class WorkerPool:
 class _Slot:
     """One place to grade: its worker, and how often that had to be replaced."""
 
-    def __init__(self, time_limit_seconds: float) -> None:
+    def __init__(self, time_limit_seconds: float, settings: GraderSettings) -> None:
+        self._settings = settings
         self._time_limit_seconds = time_limit_seconds
         self.worker: WorkerProcess | None = None
         self.busy = False
@@ -165,7 +199,10 @@ class _Slot:
         self._started = False
 
     async def ready_worker(self, kind: GraderKind) -> WorkerProcess:
-        """The worker, started if need be, with a grader loaded. Raises WorkerLostError."""
+        """The worker, started if need be, with a grader loaded.
+
+        Raises WorkerLostError, GraderUnavailableError.
+        """
         if self.worker and not self.worker.alive:
             _log.warning("grading worker %d died while idle", self.worker.pid)
             await self.drop_worker()
@@ -173,7 +210,7 @@ class _Slot:
             self.restart_count += self._started
             self._started = True
             self.worker = await WorkerProcess.start()
-        await self.worker.load(kind)
+        await self.worker.load(kind, self._settings.get(kind, {}))
         return self.worker
 
     async def drop_worker(self) -> None:
@@ -191,11 +228,13 @@ class _Slot:
             self.busy = False
 
     async def _grade(self, task: GradingTask) -> GradingOutcome:
+        own_limits = graders()[task.grader_kind].keeps_own_limits
+        limit = math.inf if own_limits else self._time_limit_seconds
         attempt = 1
         while True:
             try:
                 worker = await self.ready_worker(task.grader_kind)
-                return await worker.grade(task, self._time_limit_seconds)
+                return await worker.grade(task, limit)
             except TimeLimitError:
                 await self.drop_worker()
                 return GradingOutcome(Score(0.0, Verdict.TIMED_OUT), self._time_limit_seconds)

@@ -13,18 +13,26 @@ waiting for a core. A task that neither computes nor replies ends at WALL_FACTOR
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rollpacker.types import GraderKind
 from services.reward import framing
-from services.reward.graders.grader import BadReferenceError, GraderFailedError, GradingTask, Score
+from services.reward.graders.grader import (
+    BadReferenceError,
+    GraderFailedError,
+    GraderUnavailableError,
+    GradingTask,
+    Score,
+)
 
 START_LIMIT_SECONDS = 120.0  # to start a worker or load a grader, on a very busy host
 WALL_FACTOR = 10.0
@@ -82,21 +90,27 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    async def load(self, kind: GraderKind) -> None:
-        """Import what a grader needs, outside any time limit. Raises WorkerLostError."""
+    async def load(self, kind: GraderKind, settings: Mapping[str, Any]) -> None:
+        """Import what a grader needs, outside any time limit.
+
+        Raises WorkerLostError, GraderUnavailableError.
+        """
         if kind in self._loaded:
             return
+        request = {"load": kind.value, "settings": dict(settings)}
         try:
-            await asyncio.wait_for(self._ask({"load": kind.value}), START_LIMIT_SECONDS)
+            reply = await asyncio.wait_for(self._ask(request), START_LIMIT_SECONDS)
         except TimeoutError as error:
             raise WorkerLostError(
                 f"grading worker {self.pid} did not load {kind.value}"
                 f" within {START_LIMIT_SECONDS:.0f} s"
             ) from error
+        if "unavailable" in reply:
+            raise GraderUnavailableError(reply["unavailable"])
         self._loaded.add(kind)
 
     async def grade(self, task: GradingTask, time_limit_seconds: float) -> GradingOutcome:
-        """Grade one task; the time limit starts here.
+        """Grade one task; the time limit starts here. Infinity: none but the task's own.
 
         Raises TimeLimitError, WorkerLostError, BadReferenceError, GraderFailedError.
         """
@@ -111,6 +125,8 @@ class WorkerProcess:
             raise BadReferenceError(reply["bad_reference"])
         if "failed" in reply:
             raise GraderFailedError(reply["failed"])
+        if "lost" in reply:
+            raise WorkerLostError(reply["lost"])
         score = framing.score_from_message(reply["score"])
         return GradingOutcome(score, time.monotonic() - start)
 
@@ -122,6 +138,9 @@ class WorkerProcess:
 
     async def _wait(self, asked: asyncio.Future[framing.Message], limit: float) -> None:
         """Until the reply is there. Raises TimeLimitError."""
+        if limit == math.inf:
+            await asyncio.wait({asked})
+            return
         start, start_cpu = time.monotonic(), _cpu_seconds(self.pid)
         wait = limit
         while True:

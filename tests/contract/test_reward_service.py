@@ -8,19 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollpacker.rpc import client, errors
+from rollpacker.types import GraderKind
 from rollpacker.v1 import reward_service_pb2 as pb
 from rollpacker.v1 import reward_service_pb2_grpc, types_pb2
-from services.reward.server import SERVICE_NAME, make_server
+from services.reward.server import SERVICE_NAME, make_server, report_graders
 from services.reward.worker_pool import WorkerPool
 
 # A power tower that no exact bound catches: computing its digits would never end.
@@ -63,12 +66,18 @@ def score_request(**changes: object) -> pb.ScoreResponseRequest:
 
 @asynccontextmanager
 async def running(
-    slots: int = 1, limit: float = 30.0, waiting_per_slot: int = 1024
+    slots: int = 1,
+    limit: float = 30.0,
+    waiting_per_slot: int = 1024,
+    code: Mapping[str, Any] = MappingProxyType({}),
+    checked: Sequence[GraderKind] = (),
 ) -> AsyncIterator[Service]:
-    async with WorkerPool(slots, limit, waiting_per_slot) as pool:
+    settings = {GraderKind.CODE: code}
+    async with WorkerPool(slots, limit, waiting_per_slot, settings, checked) as pool:
         server = make_server("127.0.0.1:0", pool)
         await server.start()
         await server.set_serving(True)
+        await report_graders(server, pool)
         async with client.open_channel(server.address) as channel:
             yield Service(reward_service_pb2_grpc.RewardServiceStub(channel), channel, pool)
         await server.stop()
@@ -87,6 +96,66 @@ async def test_a_response_gets_reward_verdict_answer_and_elapsed_time() -> None:
         slow = await service.score(**NEEDS_A_WORKER)
         assert slow.verdict == types_pb2.VERDICT_CORRECT
         assert slow.elapsed.ToNanoseconds() > 0
+
+
+async def health(service: Service, name: str) -> int:
+    check = health_pb2.HealthCheckRequest(service=name)
+    answer = await health_pb2_grpc.HealthStub(service.channel).Check(check, timeout=60)
+    return int(answer.status)
+
+
+async def test_code_is_run_and_its_cpu_and_wall_time_reported() -> None:
+    request = {
+        "grader_kind": types_pb2.GRADER_KIND_CODE,
+        "response_text": "```python\nfor _ in range(10**6): pass\nprint(2 * int(input()))\n```",
+        "reference_json": '{"tests": [["1", "2"], ["3", "6"]]}',
+    }
+    async with running(checked=[GraderKind.CODE]) as service:
+        right = await service.score(**request)
+        assert (right.reward, right.verdict) == (1.0, types_pb2.VERDICT_CORRECT)
+        cpu = right.program_cpu.ToNanoseconds()
+        assert 0 < cpu < right.program_wall.ToNanoseconds() < right.elapsed.ToNanoseconds()
+        assert dict(right.breakdown) == {"tests": 2, "tests_passed": 2}
+        assert (
+            await health(service, f"{SERVICE_NAME}/code") == health_pb2.HealthCheckResponse.SERVING
+        )
+        no_code = await service.score(**{**request, "response_text": "I do not know"})
+        assert no_code.verdict == types_pb2.VERDICT_NO_CODE
+        assert not no_code.HasField("program_cpu")
+
+
+async def test_without_a_sandbox_code_is_refused_by_name_and_mathematics_goes_on() -> None:
+    code = {"sandbox": {"bwrap": "/nowhere/bwrap"}}
+    async with running(code=code, checked=[GraderKind.CODE]) as service:
+        with pytest.raises(errors.FailedPreconditionError, match="SANDBOX_BWRAP") as caught:
+            await service.score(
+                grader_kind=types_pb2.GRADER_KIND_CODE,
+                response_text="```python\nprint(1)\n```",
+                reference_json='{"tests": [["", "1"]]}',
+            )
+        assert caught.value.reason == "GRADER_UNAVAILABLE"
+        statuses = health_pb2.HealthCheckResponse
+        assert await health(service, f"{SERVICE_NAME}/code") == statuses.NOT_SERVING
+        assert await health(service, SERVICE_NAME) == statuses.SERVING
+        assert (await service.score()).reward == 1.0
+        offer = await service.get()
+        assert types_pb2.GRADER_KIND_CODE not in offer.grader_kinds
+        (missing,) = offer.unavailable_graders
+        assert missing.grader_kind == types_pb2.GRADER_KIND_CODE
+        assert "SANDBOX_BWRAP" in missing.reason
+
+
+async def test_a_burst_of_programs_waits_without_using_up_any_time_limit() -> None:
+    code = {"timeouts": {"min_seconds": 1.0, "max_seconds": 1.0}}
+    request = {
+        "grader_kind": types_pb2.GRADER_KIND_CODE,
+        "response_text": "```python\nprint(2 * int(input()))\n```",
+        "reference_json": '{"tests": [["1", "2"]]}',
+    }
+    async with running(slots=2, code=code) as service:
+        scores = await asyncio.gather(*(service.score(timeout=250, **request) for _ in range(200)))
+        assert {score.verdict for score in scores} == {types_pb2.VERDICT_CORRECT}
+        assert (await service.get()).worker_restart_count == 0
 
 
 async def test_a_repeat_scores_the_same() -> None:
@@ -108,7 +177,12 @@ async def test_an_extracted_answer_is_cut_to_200_characters() -> None:
     [
         ({"grader_kind": types_pb2.GRADER_KIND_UNSPECIFIED}, "grader_kind", "unset"),
         ({"grader_kind": 99}, "grader_kind", "99"),
-        ({"grader_kind": types_pb2.GRADER_KIND_CODE}, "grader_kind", "offered: math"),
+        ({"grader_kind": types_pb2.GRADER_KIND_JUDGE}, "grader_kind", "offered: math, code"),
+        (
+            {"grader_kind": types_pb2.GRADER_KIND_CODE, "response_text": "```python\n1\n```"},
+            "reference_json",
+            "answer: unknown key; code knows",
+        ),
         ({"reference_json": "{"}, "reference_json", "JSON"),
         ({"reference_json": "{}"}, "reference_json", "answer"),
         (
@@ -226,6 +300,7 @@ async def test_get_reward_says_what_is_offered_and_how_busy_it_is() -> None:
         idle = await service.get()
         assert list(idle.grader_kinds) == [
             types_pb2.GRADER_KIND_MATH,
+            types_pb2.GRADER_KIND_CODE,
             types_pb2.GRADER_KIND_REASONING_GYM,
         ]
         assert (idle.slot_count, idle.busy_slot_count, idle.worker_restart_count) == (2, 0, 0)

@@ -1,4 +1,4 @@
-"""`rollpacker grade math` with the reward service's real worker processes."""
+"""`rollpacker grade` with the reward service's real worker processes."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ def test_a_file_that_does_not_exist_is_status_2(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["grade", "math", str(tmp_path / "none")])
     assert result.exit_code == 2
     assert "cannot be read: No such file" in result.stderr
+
+
+def test_code_is_run_in_a_sandbox_and_printed_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "programs.jsonl"
+    tests = [["1\n", "2\n"]]
+    rows = [("b", "```python\nprint(2 * int(input()))\n```"), ("a", "```cpp\nint main(){}\n```")]
+    lines = [{"id": i, "response": text, "tests": tests} for i, text in rows]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    result = CliRunner().invoke(app, ["grade", "code", str(file), "--time-limit", "5"])
+    assert result.exit_code == 0, result.output
+    printed = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [list(line) for line in printed] == [["id", "verdict", "reward", "cpu_seconds"]] * 2
+    assert [(line["id"], line["verdict"]) for line in printed] == [
+        ("b", "CORRECT"),
+        ("a", "UNSUPPORTED_LANGUAGE"),
+    ]

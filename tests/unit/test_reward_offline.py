@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.reward.offline import GradeFileError, grade_math_file
+from services.reward.offline import GradeFileError, grade_code_file, grade_math_file
 
 CASES = Path(__file__).parent.parent / "data" / "math_cases.jsonl"
 
@@ -24,7 +24,7 @@ def test_the_case_file_comes_back_in_order_with_its_rewards() -> None:
     graded = list(grade_math_file(CASES, slots=1))
     assert [line.id for line in graded] == [case["id"] for case in cases]
     assert [line.reward for line in graded] == [case["reward"] for case in cases]
-    assert graded[0].as_json() == {"id": "m01", "reward": 1.0, "verdict": "CORRECT"}
+    assert graded[0].as_math_json() == {"id": "m01", "reward": 1.0, "verdict": "CORRECT"}
 
 
 def test_what_the_input_says_about_reward_and_verdict_is_ignored(tmp_path: Path) -> None:
@@ -62,3 +62,39 @@ def test_a_bad_line_is_an_error_that_names_line_and_field(
     with pytest.raises(GradeFileError) as caught:
         next(grade_math_file(path))
     assert f"line 2: {what}" in str(caught.value)
+
+
+def test_programs_are_run_and_come_back_in_order_with_verdict_and_cpu_time(tmp_path: Path) -> None:
+    program, tests = "```python\nprint(2 * int(input()))\n```", [["1\n", "2\n"]]
+    long = [["7" * 5000, {"repeat": ["1", 1], "then": {"repeat": ["5", 4999]}, "end": "4"}]]
+    path = write(
+        tmp_path / "code.jsonl",
+        {"id": "a", "response": program, "tests": tests, "verdict": "CRASHED", "why": "a lie"},
+        {"id": "b", "response": "none", "tests": tests},
+        {"id": "c", "response": program, "tests": long},
+        {"id": "d", "response": "```python\ndef f(x): return x\n```", "asserts": ["assert f(1)"]},
+    )
+    graded = list(grade_code_file(path, slots=1, time_limit_seconds=5))
+    assert [line.id for line in graded] == ["a", "b", "c", "d"]
+    assert [line.verdict for line in graded] == ["CORRECT", "NO_CODE", "CORRECT", "CORRECT"]
+    written = graded[0].as_code_json()
+    assert written.pop("cpu_seconds") > 0
+    assert written == {"id": "a", "verdict": "CORRECT", "reward": 1.0}
+    assert graded[1].as_code_json()["cpu_seconds"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"id": "b", "response": "x"}, "has no tests"),
+        ({"id": "b", "response": "x", "tests": [["1"]]}, "tests[0]"),
+        ({"id": "b", "response": "x", "tests": [["1", "1"]], "answer": "4"}, "answer: unknown"),
+        ({"id": "b", "tests": [["1", "1"]]}, "response: None is not text"),
+    ],
+)
+def test_a_bad_line_of_code_is_an_error_that_names_line_and_field(
+    tmp_path: Path, line: Any, what: str
+) -> None:
+    with pytest.raises(GradeFileError) as caught:
+        next(grade_code_file(write(tmp_path / "bad.jsonl", line)))
+    assert f"line 1: {what}" in str(caught.value)

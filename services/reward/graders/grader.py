@@ -12,9 +12,10 @@ up).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollpacker.types import GraderKind, Verdict
 
@@ -27,6 +28,14 @@ class GraderFailedError(Exception):
     """The scorer itself failed; the message names it. There is no reward, not a reward of 0."""
 
 
+class GraderUnavailableError(Exception):
+    """This host cannot offer the grader; the message says why and which knob to turn."""
+
+
+class GradingLostError(Exception):
+    """No score came this time, through no fault of the response that can be told; try again."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradingTask:
     """One response to score."""
@@ -35,6 +44,21 @@ class GradingTask:
     response_text: str
     reference_json: str
     prompt_text: str = ""
+    # Largest CPU time of a correct run so far, in seconds, by test case; for graders that run code.
+    time_anchors: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """One run of one test case."""
+
+    __test__ = False  # pytest: no tests in here
+
+    name: str  # of the test case, within its reference
+    verdict: Verdict
+    cpu_seconds: float
+    wall_seconds: float
+    limit_seconds: float  # of CPU time; more is TIMED_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +69,64 @@ class Score:
     verdict: Verdict
     extracted_answer: str = ""  # as read from the response; for logs
     breakdown: Mapping[str, float] = field(default_factory=dict)  # parts of the reward; for logs
+    runs: tuple[TestRun, ...] = ()  # of test cases, in order; of graders that run code
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.reward) and 0.0 <= self.reward <= 1.0):
             raise ValueError(f"reward: {self.reward} is not a finite number in [0, 1]")
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of all runs of test cases."""
+        return sum((run.cpu_seconds for run in self.runs), 0.0)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall time of all runs of test cases."""
+        return sum((run.wall_seconds for run in self.runs), 0.0)
+
+
+class PlainGrader(ABC):
+    """The part of a grader that most share: under the seal, no settings, nothing to prepare."""
+
+    sealed = True
+    keeps_own_limits = False
+
+    def load(self, settings: Mapping[str, Any]) -> None:
+        """Takes no settings."""
+        del settings
+        self._load()
+
+    @abstractmethod
+    def _load(self) -> None:
+        """As `Grader.load`."""
+
+    def prepare(self) -> None:  # noqa: B027  most have nothing to prepare
+        """Nothing."""
+
 
 class Grader(Protocol):
-    """One grader. Nothing is kept between two calls."""
+    """One grader. Nothing of a response is kept between two calls."""
 
-    def load(self) -> None:
-        """Import what `grade` needs; may take seconds. Called once in each worker."""
+    @property
+    def sealed(self) -> bool:
+        """Whether `grade` runs under the seal: it neither evaluates text nor leaves its process."""
+        ...
+
+    @property
+    def keeps_own_limits(self) -> bool:
+        """Whether `grade` bounds its own time; else the pool's time limit does."""
+        ...
+
+    def load(self, settings: Mapping[str, Any]) -> None:
+        """Import what `grade` needs; may take seconds. Called once in each worker.
+
+        Raises GraderUnavailableError.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Called after each reply: start what the next `grade` needs. Raises GradingLostError."""
         ...
 
     def check_reference(self, reference_json: str) -> None:
@@ -67,7 +138,7 @@ class Grader(Protocol):
         ...
 
     def grade(self, task: GradingTask) -> Score:
-        """The score. Raises BadReferenceError, GraderFailedError."""
+        """The score. Raises BadReferenceError, GraderFailedError, GradingLostError."""
         ...
 
 

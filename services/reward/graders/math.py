@@ -24,6 +24,7 @@ from services.reward.graders.grader import (
     NO_ANSWER,
     BadReferenceError,
     GradingTask,
+    PlainGrader,
     Score,
     verdict_score,
 )
@@ -45,13 +46,13 @@ class MathReference:
     tolerance: Fraction = Fraction(0)
 
 
-class MathGrader:
+class MathGrader(PlainGrader):
     """See the module."""
 
     def __init__(self) -> None:
         self._algebra: Algebra | None = None
 
-    def load(self) -> None:
+    def _load(self) -> None:
         from services.reward.graders.algebra import SympyAlgebra
 
         algebra = SympyAlgebra()
@@ -69,7 +70,7 @@ class MathGrader:
 
     def grade(self, task: GradingTask) -> Score:
         if self._algebra is None:
-            self.load()
+            self._load()
         assert self._algebra is not None
         return _grade(task, self._algebra)
 

@@ -24,6 +24,7 @@ from services.reward.graders.grader import (
     BadReferenceError,
     GraderFailedError,
     GradingTask,
+    PlainGrader,
     Score,
     verdict_score,
 )
@@ -35,10 +36,10 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _FULL_SCORE = 1.0
 
 
-class ReasoningGymGrader:
+class ReasoningGymGrader(PlainGrader):
     """See the module."""
 
-    def load(self) -> None:
+    def _load(self) -> None:
         import reasoning_gym  # noqa: F401  takes a second, and must not count as grading
 
     def check_reference(self, reference_json: str) -> None:

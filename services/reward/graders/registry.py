@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from rollpacker.types import GraderKind
+from services.reward.graders.code import CodeGrader
 from services.reward.graders.grader import Grader
 from services.reward.graders.math import MathGrader
 from services.reward.graders.reasoning_gym import ReasoningGymGrader
@@ -15,8 +16,13 @@ from services.reward.graders.reasoning_gym import ReasoningGymGrader
 
 @cache
 def graders() -> Mapping[GraderKind, Grader]:
-    """The graders by kind; reasoning_gym only where its package is installed."""
-    offered: dict[GraderKind, Grader] = {GraderKind.MATH: MathGrader()}
+    """The graders by kind; reasoning_gym only where its package is installed.
+
+    Whether code can be run on this host shows when a worker loads that grader."""
+    offered: dict[GraderKind, Grader] = {
+        GraderKind.MATH: MathGrader(),
+        GraderKind.CODE: CodeGrader(),
+    }
     if find_spec("reasoning_gym"):
         offered[GraderKind.REASONING_GYM] = ReasoningGymGrader()
     return MappingProxyType(offered)
