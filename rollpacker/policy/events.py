@@ -12,11 +12,12 @@ from rollpacker.types import DrawId
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A rollout replica serves the round's weights; it takes so many responses at a time."""
+    """A rollout replica serves the round's weights."""
 
     at: float
     replica_id: str
-    response_capacity: int
+    response_capacity: int  # responses at a time
+    kv_budget_tokens: int = 0  # of all of them together; 0: not known, no limit
 
 
 @dataclass(frozen=True, slots=True)

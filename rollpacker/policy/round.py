@@ -9,9 +9,10 @@ The life of a group:
                                        +--------- lost the race ----------+--> LOST       EMITTED
 
 The race (`rollpacker.policy.race`) alone says who wins; the round carries it out: it launches
-waiting groups where there is room, sends finished responses to be scored, aborts losers, and emits
-winners. Groups are emitted in the order of the race, so that in a token race the trainer sums the
-same numbers in the same order whatever the timing.
+waiting groups where there is room (one group on one replica, longest first, to the replica with
+the fewest tokens outstanding and within its KV budget), sends finished responses to be scored,
+aborts losers, and emits winners. Groups are emitted in the order of the race, so that in a token
+race the trainer sums the same numbers in the same order whatever the timing.
 
 What never happens: a group is emitted twice, or with fewer than R0 responses; a response is
 launched again after it finished; a reward decides who is kept.
@@ -20,7 +21,7 @@ launched again after it finished; a reward decides who is kept.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollpacker.policy.advantages import group_advantages
@@ -67,6 +68,7 @@ class UnknownDrawError(KeyError):
 class _Group:
     draw: Draw
     response_count: int
+    expected_tokens: int  # KV tokens that one response needs, prompt included
     state: GroupState = GroupState.WAITING
     replica_id: str = ""
     finished: dict[int, int] = field(default_factory=dict)  # index -> tokens, in order of arrival
@@ -92,10 +94,16 @@ class _Group:
     def missing(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.response_count) if i not in self.finished)
 
+    def outstanding_tokens(self) -> int:
+        """KV tokens that its open responses are expected to need."""
+        each = max(self.expected_tokens, self.longest_tokens)
+        return each * (self.response_count - len(self.finished))
+
 
 @dataclass(slots=True)
 class _Replica:
     capacity: int  # responses at a time
+    kv_budget_tokens: int  # 0: no limit
     used: int = 0
     draining: bool = False  # takes no more groups
     running: set[DrawId] = field(default_factory=set)
@@ -107,8 +115,18 @@ class _Replica:
 class Round:
     """One round. Feed it every event; carry out every command, in order."""
 
-    def __init__(self, rules: TailBatchingRules, plan: RoundPlan, draws: Sequence[Draw]) -> None:
-        """`draws` are the plan's queued draws and the new ones, in launch order."""
+    def __init__(
+        self,
+        rules: TailBatchingRules,
+        plan: RoundPlan,
+        draws: Sequence[Draw],
+        expected_tokens: Mapping[DrawId, int] | None = None,
+    ) -> None:
+        """`draws` are the plan's queued draws and the new ones, in the order of the race.
+
+        `expected_tokens`: what history says that one response of a draw needs, prompt included;
+        draws that are left out count 1. It decides where and when a group runs, never who wins.
+        """
         self._rules = rules
         self._plan = plan
         ids = [draw.id for draw in draws]
@@ -116,8 +134,11 @@ class Round:
             raise ValueError(f"round {plan.step}: a draw is launched twice: {ids}")
         if len(ids) < plan.keep:
             raise ValueError(f"round {plan.step}: {len(ids)} draws cannot fill {plan.keep} places")
-        self._groups = {draw.id: _Group(draw, plan.response_count) for draw in draws}
-        self._waiting = list(ids)
+        expected = expected_tokens or {}
+        self._groups = {
+            draw.id: _Group(draw, plan.response_count, expected.get(draw.id, 1)) for draw in draws
+        }
+        self._waiting = sorted(ids, key=lambda i: -self._groups[i].expected_tokens)  # stable
         race_class = TokenRace if rules.race is RaceKind.TOKENS else ArrivalRace
         self._race: Race = race_class(ids, plan.keep, plan.protected)
         self._replicas: dict[str, _Replica] = {}
@@ -191,8 +212,9 @@ class Round:
         return []
 
     def _replica_joined(self, event: ReplicaJoined) -> None:
-        known = self._replicas.setdefault(event.replica_id, _Replica(event.response_capacity))
+        known = self._replicas.setdefault(event.replica_id, _Replica(0, 0))
         known.capacity, known.draining = event.response_capacity, False
+        known.kv_budget_tokens = event.kv_budget_tokens
 
     def _replica_draining(self, event: ReplicaDraining) -> None:
         replica = self._replicas.get(event.replica_id)
@@ -296,12 +318,12 @@ class Round:
         return [AbortGroup(group.draw.id)] if was_running else []
 
     def _launch(self) -> list[Command]:
-        """Fill the replicas: the next waiting group goes to the one with the most room."""
+        """Fill the replicas with waiting groups, in their order."""
         commands: list[Command] = []
         while self._waiting:
             group = self._groups[self._waiting[0]]
             indices = group.missing()
-            replica_id = self._roomiest_replica(len(indices))
+            replica_id = self._replica_for(group)
             if replica_id is None:
                 break
             del self._waiting[0]
@@ -312,13 +334,22 @@ class Round:
             commands.append(LaunchGroup(group.draw.id, replica_id, indices))
         return commands
 
-    def _roomiest_replica(self, responses: int) -> str | None:
-        """An idle replica takes any group, however small its capacity."""
-        open_ones = [item for item in self._replicas.items() if not item[1].draining]
-        if not open_ones:
-            return None
-        name, best = max(open_ones, key=lambda item: (item[1].room(), item[0]))
-        return name if best.room() >= responses or not best.running else None
+    def _replica_for(self, group: _Group) -> str | None:
+        """The replica with the fewest tokens outstanding, of those that have room.
+
+        An idle replica takes any group, however small its capacity.
+        """
+        responses, tokens = len(group.missing()), group.outstanding_tokens()
+        found: list[tuple[int, int, str]] = []
+        for name, replica in self._replicas.items():
+            if replica.draining or (replica.running and replica.room() < responses):
+                continue
+            outstanding = sum(self._groups[i].outstanding_tokens() for i in replica.running)
+            limit = replica.kv_budget_tokens
+            if replica.running and limit and outstanding + tokens > limit:
+                continue
+            found.append((-outstanding, replica.room(), name))
+        return max(found)[2] if found else None
 
     def _release(self, group: _Group) -> None:
         replica = self._replicas.get(group.replica_id)

@@ -45,6 +45,7 @@ from rollpacker.types import (
 )
 from rollpacker.v1 import trainer_service_pb2
 from services.coordinator.command_runner import CommandRunner, RoundResult
+from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outputs import RunOutputs
 from services.coordinator.progress import RoundProgress
@@ -273,11 +274,14 @@ class RunDriver:
             needs_replay=self._rules.keeps_seeds and self._rules.levels > 0,
         )
 
+        cap = self._sampling.max_response_tokens
+        expected = expected_tokens(state, draws, prompts, cap)
+
         def on_progress(round_: Round) -> None:
             self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
 
         runner = CommandRunner(
-            Round(self._rules, planned, draws),
+            Round(self._rules, planned, draws, expected),
             context,
             replicas,
             self._rewards,

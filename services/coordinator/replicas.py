@@ -88,7 +88,7 @@ class ReplicaSet:
     ) -> None:
         """A replica that is away is tried again; one that refuses the spec ends the round."""
         try:
-            capacity = await self._apply(worker)
+            stats = await self._apply(worker)
         except (UnavailableError, DeadlineExceededError, InternalError) as error:
             _log.warning("replica %s does not come up: %s", worker.worker_id, error)
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -98,11 +98,12 @@ class ReplicaSet:
         else:
             self._serving[worker.worker_id] = worker
             self.first_ready_at = self.first_ready_at or time.monotonic()
-            tell(ReplicaJoined(time.monotonic(), worker.worker_id, capacity))
+            slots, kv_budget = max(1, stats.slot_count), stats.kv_budget_tokens
+            tell(ReplicaJoined(time.monotonic(), worker.worker_id, slots, kv_budget))
         del self._bringing_up[worker.worker_id]
 
-    async def _apply(self, worker: Worker) -> int:
-        """Bring one replica to the spec; returns how many responses it takes at a time."""
+    async def _apply(self, worker: Worker) -> rollout_service_pb2.EngineStats:
+        """Bring one replica to the spec; returns its limits."""
         stub = rollout_service_pb2_grpc.RolloutServiceStub(worker.channel)
         request = rollout_service_pb2.ApplyEngineSpecRequest(
             spec=wire.engine_spec_to_proto(self._spec), fence=self._fence
@@ -117,4 +118,4 @@ class ReplicaSet:
                 f"replica {worker.worker_id} ({engine.engine_kind}) does not replay by seed, which"
                 " mode exact needs; choose another mode or engine",
             )
-        return max(1, engine.stats.slot_count)
+        return engine.stats

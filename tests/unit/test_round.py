@@ -367,6 +367,49 @@ def test_an_idle_replica_takes_a_group_that_is_larger_than_its_capacity() -> Non
     assert commands == [LaunchGroup(DrawId(0, "x"), "a", (0, 1, 2, 3))]
 
 
+def test_the_longest_group_runs_first_where_the_fewest_tokens_are_outstanding() -> None:
+    rules = TailBatchingRules(4, 1)
+    draws = [Draw(0, name, (1,)) for name in ("a", "b", "c", "d")]
+    expected = {DrawId(0, "a"): 10, DrawId(0, "b"): 90, DrawId(0, "c"): 30, DrawId(0, "d"): 30}
+    plan = RoundPlan(0, RoundKind.LONG, 0, (), 4, 4, 1)
+    round_ = Round(rules, plan, draws, expected)
+    commands = [
+        *round_.handle(ReplicaJoined(0, "one", 1)),
+        *round_.handle(ReplicaJoined(0, "two", 100)),
+    ]
+    assert commands == [
+        LaunchGroup(DrawId(0, "b"), "one", (0,)),
+        LaunchGroup(DrawId(0, "c"), "two", (0,)),
+        LaunchGroup(DrawId(0, "d"), "two", (0,)),
+        LaunchGroup(DrawId(0, "a"), "two", (0,)),
+    ]
+
+
+def test_a_group_waits_until_its_tokens_fit_the_kv_budget_of_a_replica() -> None:
+    rules = TailBatchingRules(2, 1)
+    draws = [Draw(0, name, (1,)) for name in ("x", "y")]
+    expected = dict.fromkeys((draw.id for draw in draws), 60)
+    round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 2, 2, 1), draws, expected)
+    first = round_.handle(ReplicaJoined(0, "a", 100, kv_budget_tokens=100))
+    assert first == [LaunchGroup(DrawId(0, "x"), "a", (0,))]
+    commands = round_.handle(ResponseFinished(1, DrawId(0, "x"), 0, 20))
+    assert LaunchGroup(DrawId(0, "y"), "a", (0,)) in commands
+
+
+def test_what_history_expects_changes_no_winner() -> None:
+    rules = TailBatchingRules(1, 1, (2.0,))
+    draws = [Draw(0, name, (1,)) for name in ("x", "y")]
+    plan = RoundPlan(0, RoundKind.SHORT, 0, (), 2, 1, 1)
+    for expected in ({}, {DrawId(0, "y"): 99}):
+        round_ = Round(rules, plan, draws, expected)
+        round_.handle(ReplicaJoined(0, "a", 100))
+        for name in ("y", "x"):
+            round_.handle(ResponseFinished(1, DrawId(0, name), 0, 7))
+        finish = round_.handle(ResponseScored(2, DrawId(0, "x"), 0, 1.0))[-1]
+        assert isinstance(finish, FinishRound)
+        assert finish.winners == (DrawId(0, "x"),)
+
+
 def test_more_replicas_than_prompts_leave_some_idle() -> None:
     rules = TailBatchingRules(1, 1)
     round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 1), [Draw(0, "x", (1,))])
