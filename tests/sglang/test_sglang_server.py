@@ -12,7 +12,7 @@ import pytest
 from rollpacker.local_stack.ports import free_port
 from rollpacker.local_stack.restart_policy import RestartLimits
 from services.rollout.engine import EngineError, GenerationResult
-from services.rollout.sglang_engine import SglangEngine, launch
+from services.rollout.sglang_engine import SglangEngine, launch, served_model
 from services.rollout.sglang_engine.server_process import ServerProcess
 from services.rollout.torch_engine import TorchEngine
 from tests.engine_contract import ENDLESS, KV_BUDGET, Subject, essence, seeded
@@ -34,29 +34,30 @@ def scheduler_of(server: int) -> int:
     raise AssertionError(f"server {server} has no scheduler")
 
 
-async def test_a_killed_scheduler_comes_back_within_limits(directories, caplog):
+async def test_a_killed_or_hanging_scheduler_comes_back_within_limits(directories, caplog):
     """What ran goes on exactly; after the last restart the engine has failed for good."""
-    engine = SglangEngine(options(), RestartLimits(count=1, first_delay_seconds=0.1))
+    engine = SglangEngine(options(silence_seconds=5.0), RestartLimits(count=2))
     subject = Subject(engine, *directories)
     requests = seeded(4, stop_token_ids=ENDLESS, max_response_tokens=450)
+
+    async def disturbed(number: signal.Signals) -> dict[str, GenerationResult]:
+        stream = engine.generate(requests, 10)
+        events = [await anext(stream)]
+        os.kill(scheduler_of(engine.server_pid), number)
+        events += [event async for event in stream]
+        return {e.request_id: e for e in events if isinstance(e, GenerationResult)}
+
     try:
         await engine.load_weights(directories[0])
         whole = await subject.run(requests)
-        stream = engine.generate(requests, 10)
-        events = [await anext(stream)]
-        os.kill(scheduler_of(engine.server_pid), signal.SIGKILL)
-        events += [event async for event in stream]
-        results = {e.request_id: e for e in events if isinstance(e, GenerationResult)}
-        assert {n: essence(r) for n, r in results.items()} == {
-            n: essence(r) for n, r in whole.items()
-        }
-        assert "bringing SGLang up again" in caplog.text
-        stream = engine.generate(requests, 10)
-        await anext(stream)
-        os.kill(scheduler_of(engine.server_pid), signal.SIGKILL)
+        for number, told in ((signal.SIGKILL, "SGLang ended"), (signal.SIGSTOP, "silent")):
+            results = await disturbed(number)
+            assert {n: essence(r) for n, r in results.items()} == {
+                n: essence(r) for n, r in whole.items()
+            }
+            assert told in caplog.text
         with pytest.raises(EngineError, match="SGLang keeps failing"):
-            async for _ in stream:
-                pass
+            await disturbed(signal.SIGKILL)
         assert "SGLang keeps failing" in str(await asyncio.wait_for(engine.wait_failed(), 60))
         with pytest.raises(EngineError, match="SGLang keeps failing"):
             await engine.load_weights(directories[0])
@@ -85,7 +86,8 @@ async def test_two_ranks_sample_what_the_embedded_engine_samples(directories):
 async def test_an_attached_server_that_ignores_seeds_is_found_out(directories, tmp_path):
     port = free_port()
     asked = options()
-    command = launch.command(asked, directories[1], port, 1)
+    shown = served_model.show(served_model.read_directory(directories[1]), tmp_path / "shown")
+    command = launch.command(asked, shown, port, 1)
     command.remove("--enable-deterministic-inference")
     log = tmp_path / "log"
     server = await ServerProcess.start(command, launch.environment(asked, 1), log)

@@ -233,6 +233,7 @@ class SglangEngine:
             lambda: self._counters.last_token_at,
         )
         self._ready.clear()
+        await server.kill()  # half a server must hold nobody up
         self._spawn(self._recover(server, reason))
 
     async def _recover(self, lost: SglangServer, reason: str) -> None:

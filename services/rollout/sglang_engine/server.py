@@ -137,11 +137,15 @@ class SglangServer:
             if ended is not None:
                 ended.cancel()
 
-    async def close(self) -> None:
-        """Kill a launched server; leave an attached one."""
-        await self.client.close()
+    async def kill(self) -> None:
+        """End a launched server; what it was asked ends with SglangGoneError."""
         if self._process is not None:
             await self._process.kill()
+
+    async def close(self) -> None:
+        """Kill a launched server; leave an attached one."""
+        await self.kill()
+        await self.client.close()
 
     async def _prove(self, model: ModelDirectory) -> None:
         info = await self._until_ready()
