@@ -27,6 +27,7 @@ BASE = "python:3.11-slim-bookworm"
 REDIS = "valkey/valkey:8.1-bookworm"
 SERVICES = ("coordinator", "reward", "rollout", "trainer")
 EXTRAS = (*SERVICES, "reasoning-gym")
+PORT = 47865  # fixed, so that layers of the images are found again
 _DEBIAN = "python3,python3-venv,python3-pip,ca-certificates"
 _REDIS_DOCKERFILE = f"""FROM {BASE}
 COPY valkey-server /usr/local/bin/
@@ -122,9 +123,9 @@ def wheels(directory: Path) -> Path:
 def served(directory: Path) -> Iterator[str]:
     """The URL of `directory` on loopback."""
     handler = functools.partial(_Quiet, directory=str(directory))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", PORT), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
+    yield f"http://127.0.0.1:{PORT}/"
     server.shutdown()
 
 
@@ -133,14 +134,18 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def build_images(directory: Path, tag: str) -> dict[str, int]:
-    """Build the images of the four services by their Dockerfiles; size in bytes by service."""
+def build_images(directory: Path, tag: str) -> None:
+    """Build the images of the four services by their Dockerfiles."""
     with served(wheels(directory)) as url:
         arguments = ("--build-arg", "PIP_NO_INDEX=1", "--build-arg", f"PIP_FIND_LINKS={url}")
         for service in SERVICES:
             run("docker", "build", "--network", "host", *arguments, "-t",
                 f"rollpacker-{service}:{tag}", "-f", ROOT / "services" / service / "Dockerfile",
                 ROOT)  # fmt: skip
+
+
+def image_sizes(tag: str) -> dict[str, int]:
+    """Bytes by service."""
     sizes = {}
     for service in SERVICES:
         name = f"rollpacker-{service}:{tag}"
