@@ -50,14 +50,12 @@ from rollpacker.types import (
     FinishReason,
     InvalidResponseError,
     PromptGroup,
-    Response,
-    ResponseTiming,
-    ScoredResponse,
 )
 from rollpacker.v1 import rollout_service_pb2, rollout_service_pb2_grpc
 from services.coordinator.carry_over import CarryOver, CheckedDraft
+from services.coordinator.collected import CollectedResponse, prompt_group
 from services.coordinator.replicas import ReplicaSet
-from services.coordinator.reward_client import RewardClient, Score
+from services.coordinator.reward_client import RewardClient
 from services.coordinator.round_context import (
     RoundContext,
     check_response,
@@ -74,14 +72,6 @@ _log = logging.getLogger(__name__)
 
 class RoundFailedError(Exception):
     """The round cannot be finished; the message says why and what to do."""
-
-
-@dataclass(slots=True)
-class _Collected:
-    response: Response
-    timing: ResponseTiming
-    text: str
-    score: Score | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +106,7 @@ class CommandRunner:
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._streams: dict[DrawId, tuple[str, asyncio.Task[None]]] = {}  # with the replica
-        self._collected: dict[tuple[DrawId, int], _Collected] = {}
+        self._collected: dict[tuple[DrawId, int], CollectedResponse] = {}
         self._draining: set[str] = set()  # replicas that still stream
         self._failures: dict[DrawId, int] = {}
         self._groups: list[PromptGroup] = []
@@ -198,7 +188,7 @@ class CommandRunner:
             case ScoreResponse(draw, index):
                 self._spawn(self._score(draw, index))
             case EmitGroup():
-                group = self._group(command)
+                group = prompt_group(self._context, command, self._collected)
                 await self._emit(group)
                 self._groups.append(group)
 
@@ -262,7 +252,7 @@ class CommandRunner:
         timing = wire.timing_from_proto(message.finished.timing)
         text = self._context.tokenizer.decode(response.token_ids)
         missing.discard(response.index)
-        self._collected[draw, response.index] = _Collected(response, timing, text)
+        self._collected[draw, response.index] = CollectedResponse(response, timing, text)
         self._carry_over.finished(draw, response)
         tokens, carried = len(response.token_ids), response.carried_token_count
         self._events.put_nowait(
@@ -330,35 +320,6 @@ class CommandRunner:
             return
         collected.score = score
         self._events.put_nowait(ResponseScored(time.monotonic(), draw, index, score.reward))
-
-    def _group(self, command: EmitGroup) -> PromptGroup:
-        scored = [
-            self._scored(self._collected[command.draw, index], advantage)
-            for index, advantage in zip(command.indices, command.advantages, strict=True)
-        ]
-        return PromptGroup(
-            run_id=self._context.run_id,
-            step=self._context.step,
-            draw=self._context.draws[command.draw],
-            prompt_token_ids=self._context.prompts[command.draw].token_ids,
-            responses=tuple(scored),
-            weight_version=self._context.weight_version,
-            race_key=max(len(item.response.token_ids) for item in scored),
-        )
-
-    def _scored(self, collected: _Collected, advantage: float) -> ScoredResponse:
-        score = collected.score
-        assert score is not None, "the round emits scored responses only"
-        return ScoredResponse(
-            response=collected.response,
-            reward=score.reward,
-            advantage=advantage,
-            verdict=score.verdict,
-            text=collected.text,
-            timing=collected.timing,
-            score_start_time=score.start_time,
-            score_time=score.end_time,
-        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose unforeseen failure ends the round instead of leaving it waiting."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollpacker.types import ASSISTANT, Draft, DrawId, FinishReason, Response, Segment
 from services.coordinator.carry_over import CarryOver, CheckedDraft
+from services.coordinator.step_metrics import carry_over_metrics
 
 DRAW = DrawId(0, "p")
 NOW = 9  # weight version of the round
@@ -84,3 +85,13 @@ def test_with_no_room_nothing_is_left() -> None:
     carried.launch(DRAW, (1,))
     carried.progressed(DRAW, 1, (1, 2))
     assert carried.left(DRAW, range(2)) == ()
+
+
+def test_metrics_tell_the_acceptance_of_drafts_by_the_updates_between() -> None:
+    metrics = carry_over_metrics([CheckedDraft(1, 10, 9), CheckedDraft(3, 20, 6)])
+    assert metrics["carry/drafts"] == 2
+    assert (metrics["carry/draft_tokens"], metrics["carry/accepted_tokens"]) == (30, 15)
+    assert metrics["carry/acceptance"] == 0.5
+    assert metrics["carry/acceptance_after_1_to_1"] == 0.9
+    assert metrics["carry/accepted_tokens_after_3_to_4"] == 6
+    assert carry_over_metrics([])["carry/acceptance"] == 0.0
