@@ -14,6 +14,8 @@
 | rollpacker:{run}:steps             | zset   | committed step records, by step                    |
 | rollpacker:{run}:superseded_steps  | list   | records of steps that a rewind undid               |
 | rollpacker:{run}:events            | stream | for WatchRun                                       |
+| rollpacker:{run}:timeout_anchors:  | zset   | largest CPU time of a correct run, by test case;   |
+|   {prompt_id}                      |        | ZADD GT by the reward service; expires             |
 | rollpacker:{coordinator}:lease     | string | who coordinates; NX PX                             |
 | rollpacker:{coordinator}:fence     | string | counter: the newest fencing number                 |
 """
@@ -66,3 +68,7 @@ def superseded_steps(run_id: str) -> str:
 
 def events(run_id: str) -> str:
     return _key(run_id, "events")
+
+
+def timeout_anchors(run_id: str, prompt_id: str) -> str:
+    return _key(run_id, "timeout_anchors", prompt_id)

@@ -173,12 +173,21 @@ class GetRewardResponse(_message.Message):
     BUSY_SLOT_COUNT_FIELD_NUMBER: _builtins.int
     WORKER_RESTART_COUNT_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_GRADERS_FIELD_NUMBER: _builtins.int
+    KILLED_RUN_COUNT_FIELD_NUMBER: _builtins.int
+    RECHECKED_RUN_COUNT_FIELD_NUMBER: _builtins.int
+    FALSE_KILL_COUNT_FIELD_NUMBER: _builtins.int
     slot_count: _builtins.int
     """Responses that it can score at the same time."""
     busy_slot_count: _builtins.int
     """Responses being scored."""
     worker_restart_count: _builtins.int
     """Workers that had to be killed and started again."""
+    killed_run_count: _builtins.int
+    """Runs of programs that were killed at their time limit, since the start."""
+    rechecked_run_count: _builtins.int
+    """Of those, how many were run again with the longest limit, in idle time."""
+    false_kill_count: _builtins.int
+    """Of those, how many were right: false kills."""
     @_builtins.property
     def grader_kinds(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.GraderKind.ValueType]:
         """Graders that it offers."""
@@ -195,10 +204,13 @@ class GetRewardResponse(_message.Message):
         busy_slot_count: _builtins.int = ...,
         worker_restart_count: _builtins.int = ...,
         unavailable_graders: _abc.Iterable[Global___UnavailableGrader] | None = ...,
+        killed_run_count: _builtins.int = ...,
+        rechecked_run_count: _builtins.int = ...,
+        false_kill_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slot_count", b"busy_slot_count", "grader_kinds", b"grader_kinds", "slot_count", b"slot_count", "unavailable_graders", b"unavailable_graders", "worker_restart_count", b"worker_restart_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_slot_count", b"busy_slot_count", "false_kill_count", b"false_kill_count", "grader_kinds", b"grader_kinds", "killed_run_count", b"killed_run_count", "rechecked_run_count", b"rechecked_run_count", "slot_count", b"slot_count", "unavailable_graders", b"unavailable_graders", "worker_restart_count", b"worker_restart_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

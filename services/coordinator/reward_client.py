@@ -60,6 +60,7 @@ class RewardClient:
             grader_kind=wire.grader_kind_to_proto(prompt.grader_kind),
             reference_json=prompt.reference_json,
             prompt_text=prompt.text,
+            prompt_id=prompt.prompt_id,
         )
         start = time.time()
         failures, give_up_at = 0, time.monotonic() + self._settings.unavailable_seconds

@@ -5,12 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import uvloop
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from rollpacker.observability import set_up_logging
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import serve
+from rollpacker.store.timeout_anchors import RedisTimeoutAnchors
 from rollpacker.types import GraderKind
 from rollpacker.v1 import coordinator_service_pb2
+from services.reward.scheduler import RewardScheduler
 from services.reward.server import make_server, report_graders
 from services.reward.settings import RewardServiceSettings
 from services.reward.worker_pool import WorkerPool
@@ -25,13 +30,25 @@ async def run(settings: RewardServiceSettings) -> None:
         settings.graders,
         checked_graders=[GraderKind.CODE],
     )
-    async with pool:
-        server = make_server(settings.address, pool)
+    anchors = _shared_anchors(settings.redis_url)
+    scheduler = RewardScheduler(pool, settings.timeouts, settings.recheck_share, anchors)
+    async with pool, scheduler:
+        server = make_server(settings.address, pool, scheduler)
         await report_graders(server, pool)
         heartbeat = partial(
             run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
         )
         await serve(server, address_file=settings.address_file, background=[heartbeat])
+
+
+def _shared_anchors(redis_url: str) -> RedisTimeoutAnchors | None:
+    """Anchors in Redis, by a client that gives up soon: no response waits for them."""
+    if not redis_url:
+        return None
+    redis = Redis.from_url(
+        redis_url, socket_connect_timeout=1, socket_timeout=1, retry=Retry(NoBackoff(), 1)
+    )
+    return RedisTimeoutAnchors(redis)
 
 
 def main() -> None:

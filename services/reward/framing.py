@@ -51,6 +51,7 @@ def task_to_message(task: GradingTask) -> Message:
         "reference_json": task.reference_json,
         "prompt_text": task.prompt_text,
         "time_anchors": dict(task.time_anchors),
+        "only_case": task.only_case,
     }
 
 

@@ -14,7 +14,6 @@ from rollpacker.rpc.server import RpcServer
 from rollpacker.types import GraderKind
 from rollpacker.v1 import reward_service_pb2 as pb
 from rollpacker.v1 import reward_service_pb2_grpc as pb_grpc
-from services.reward import grading
 from services.reward.graders.grader import (
     BadReferenceError,
     GraderFailedError,
@@ -22,6 +21,7 @@ from services.reward.graders.grader import (
     GradingTask,
 )
 from services.reward.graders.registry import graders
+from services.reward.scheduler import RewardScheduler
 from services.reward.worker_pool import SlotsBusyError, WorkerPool
 from services.reward.worker_process import GradingOutcome, WorkerLostError
 
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 
 class RewardServicer(pb_grpc.RewardServiceServicer):
-    """Serves one pool; does not own it."""
+    """Serves one pool through its scheduler; owns neither."""
 
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: WorkerPool, scheduler: RewardScheduler) -> None:
+        self._pool, self._scheduler = pool, scheduler
 
     async def ScoreResponse(
         self, request: pb.ScoreResponseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ScoreResponseResponse:
         task = _task(request)
         try:
-            outcome = await grading.grade(self._pool, task)
+            outcome = await self._scheduler.grade(request.run_id, request.prompt_id, task)
         except BadReferenceError as error:
             raise errors.InvalidArgumentError.field("reference_json", str(error)) from error
         except SlotsBusyError as error:
@@ -73,6 +73,9 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             slot_count=self._pool.slot_count,
             busy_slot_count=self._pool.busy_slot_count,
             worker_restart_count=self._pool.worker_restart_count,
+            killed_run_count=self._scheduler.counts.killed,
+            rechecked_run_count=self._scheduler.counts.rechecked,
+            false_kill_count=self._scheduler.counts.false_kills,
             unavailable_graders=[
                 pb.UnavailableGrader(grader_kind=wire.grader_kind_to_proto(kind), reason=reason)
                 for kind, reason in self._pool.unavailable.items()
@@ -80,12 +83,14 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         )
 
 
-def make_server(address: str, pool: WorkerPool) -> RpcServer:
-    """A server for a pool that the caller starts. Raises InvalidArgumentError (address)."""
+def make_server(address: str, pool: WorkerPool, scheduler: RewardScheduler) -> RpcServer:
+    """A server; the caller starts pool and scheduler. Raises InvalidArgumentError (address)."""
     return RpcServer(
         address,
         [SERVICE_NAME],
-        lambda server: pb_grpc.add_RewardServiceServicer_to_server(RewardServicer(pool), server),
+        lambda server: pb_grpc.add_RewardServiceServicer_to_server(
+            RewardServicer(pool, scheduler), server
+        ),
     )
 
 

@@ -40,6 +40,12 @@ class RewardServiceSettings(WorkerSettings):
     timeout_relaxation: float = Field(
         1.5, ge=1, description="lambda: limit of a test case over its slowest correct run"
     )
+    recheck_share: float = Field(
+        0.01, ge=0, le=1, description="killed runs of code that are run again, in idle time"
+    )
+    redis_url: str = Field(
+        "", description="where time limits are shared and kept; default: this process's memory"
+    )
     sandbox_memory_mib: int = Field(
         1024, ge=64, description="address space of a program; more is MEMORY_LIMIT"
     )
@@ -66,9 +72,13 @@ class RewardServiceSettings(WorkerSettings):
             packages=self.sandbox_packages,
             bwrap=self.sandbox_bwrap,
         )
-        timeouts = TimeoutRules(
+        return {GraderKind.CODE: CodeSettings(sandbox, self.timeouts).as_json()}
+
+    @property
+    def timeouts(self) -> TimeoutRules:
+        """The time limits of test cases."""
+        return TimeoutRules(
             self.code_time_limit_min_seconds,
             self.code_time_limit_max_seconds,
             self.timeout_relaxation,
         )
-        return {GraderKind.CODE: CodeSettings(sandbox, timeouts).as_json()}

@@ -94,6 +94,11 @@ class WorkerPool:
         return sum(slot.busy for slot in self._slots)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and a slot is free."""
+        return self._line.empty() and self.busy_slot_count < self.slot_count
+
+    @property
     def worker_restart_count(self) -> int:
         return sum(slot.restart_count for slot in self._slots)
 

@@ -19,10 +19,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rollpacker.policy.timeouts import TimeoutRules
 from rollpacker.rpc import client, errors
 from rollpacker.types import GraderKind
 from rollpacker.v1 import reward_service_pb2 as pb
 from rollpacker.v1 import reward_service_pb2_grpc, types_pb2
+from services.reward.scheduler import RewardScheduler
 from services.reward.server import SERVICE_NAME, make_server, report_graders
 from services.reward.worker_pool import WorkerPool
 
@@ -74,7 +76,8 @@ async def running(
 ) -> AsyncIterator[Service]:
     settings = {GraderKind.CODE: code}
     async with WorkerPool(slots, limit, waiting_per_slot, settings, checked) as pool:
-        server = make_server("127.0.0.1:0", pool)
+        scheduler = RewardScheduler(pool, TimeoutRules(), 0.0)
+        server = make_server("127.0.0.1:0", pool, scheduler)
         await server.start()
         await server.set_serving(True)
         await report_graders(server, pool)

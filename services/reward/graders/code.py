@@ -31,6 +31,7 @@ from services.reward.graders.code_reference import (
     parse_reference,
 )
 from services.reward.graders.grader import (
+    BadReferenceError,
     GraderUnavailableError,
     GradingLostError,
     GradingTask,
@@ -143,16 +144,20 @@ class CodeGrader:
         runs: list[TestRun] = []
         for number, case in enumerate(reference.cases):
             name = str(number)
+            if task.only_case not in ("", name):
+                continue
             limit = time_limit(self._settings.timeouts, task.time_anchors.get(name))
             bench = _Bench(self._settings.sandbox, sandboxes, program, limit)
             verdict, report = bench.run(case)
             runs.append(TestRun(name, verdict, report.cpu_seconds, report.wall_seconds, limit))
             if verdict is not Verdict.CORRECT:
                 break
+        if not runs:
+            raise BadReferenceError(f"only_case: there is no test case {task.only_case!r}")
         passed = sum(run.verdict is Verdict.CORRECT for run in runs)
         verdict = runs[-1].verdict
         return Score(
-            1.0 if passed == len(reference.cases) else 0.0,
+            1.0 if verdict is Verdict.CORRECT else 0.0,
             verdict,
             breakdown={"tests": float(len(reference.cases)), "tests_passed": float(passed)},
             runs=tuple(runs),

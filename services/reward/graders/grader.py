@@ -46,6 +46,7 @@ class GradingTask:
     prompt_text: str = ""
     # Largest CPU time of a correct run so far, in seconds, by test case; for graders that run code.
     time_anchors: Mapping[str, float] = field(default_factory=dict)
+    only_case: str = ""  # run this test case alone; default: all
 
 
 @dataclass(frozen=True, slots=True)
