@@ -20,9 +20,7 @@ launched again after it finished; a reward decides who is kept.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from rollpacker.policy.advantages import group_advantages
 from rollpacker.policy.commands import (
@@ -45,71 +43,13 @@ from rollpacker.policy.events import (
     ResponseScored,
 )
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
+from rollpacker.policy.round_state import Group, GroupState, Replica
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.types import DeferredDraw, Draw, DrawId
 
 
-class GroupState(enum.Enum):
-    """See the top of the file."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    COMPLETE = "complete"
-    WON = "won"
-    EMITTED = "emitted"
-    LOST = "lost"
-
-
 class UnknownDrawError(KeyError):
     """An event names a draw that this round did not launch: a bug of the caller."""
-
-
-@dataclass(slots=True)
-class _Group:
-    draw: Draw
-    response_count: int
-    expected_tokens: int  # KV tokens that one response needs, prompt included
-    state: GroupState = GroupState.WAITING
-    replica_id: str = ""
-    finished: dict[int, int] = field(default_factory=dict)  # index -> tokens, in order of arrival
-    rewards: dict[int, float | None] = field(default_factory=dict)
-    longest_tokens: int = 0
-    running_tokens: int = 0  # of the responses of this launch that have not finished
-    launch_finished_tokens: int = 0  # of those that have
-    # Decoded tokens; carried ones (a moved prefix, an accepted draft) are not among them.
-    finished_decoded: int = 0  # of responses that have finished
-    launch_finished_decoded: int = 0  # of these, in this launch
-    running_decoded: int = 0  # of those that have not
-    aborted_decoded: int = 0  # of launches that were lost
-
-    @property
-    def decoded(self) -> int:
-        return self.finished_decoded + self.running_decoded + self.aborted_decoded
-
-    def end_launch(self) -> None:
-        """What it was decoding has stopped."""
-        self.aborted_decoded += self.running_decoded
-        self.running_tokens = self.running_decoded = 0
-
-    def missing(self) -> tuple[int, ...]:
-        return tuple(i for i in range(self.response_count) if i not in self.finished)
-
-    def outstanding_tokens(self) -> int:
-        """KV tokens that its open responses are expected to need."""
-        each = max(self.expected_tokens, self.longest_tokens)
-        return each * (self.response_count - len(self.finished))
-
-
-@dataclass(slots=True)
-class _Replica:
-    capacity: int  # responses at a time
-    kv_budget_tokens: int  # 0: no limit
-    used: int = 0
-    draining: bool = False  # takes no more groups
-    running: set[DrawId] = field(default_factory=set)
-
-    def room(self) -> int:
-        return self.capacity - self.used
 
 
 class Round:
@@ -136,12 +76,12 @@ class Round:
             raise ValueError(f"round {plan.step}: {len(ids)} draws cannot fill {plan.keep} places")
         expected = expected_tokens or {}
         self._groups = {
-            draw.id: _Group(draw, plan.response_count, expected.get(draw.id, 1)) for draw in draws
+            draw.id: Group(draw, plan.response_count, expected.get(draw.id, 1)) for draw in draws
         }
         self._waiting = sorted(ids, key=lambda i: -self._groups[i].expected_tokens)  # stable
         race_class = TokenRace if rules.race is RaceKind.TOKENS else ArrivalRace
         self._race: Race = race_class(ids, plan.keep, plan.protected)
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._ranked: list[DrawId] = []  # winners that are not emitted yet, in order
         self._emitted: list[DrawId] = []
         self._held_scores: list[ScoreResponse] = []  # in a round that does not stream
@@ -212,7 +152,7 @@ class Round:
         return []
 
     def _replica_joined(self, event: ReplicaJoined) -> None:
-        known = self._replicas.setdefault(event.replica_id, _Replica(0, 0))
+        known = self._replicas.setdefault(event.replica_id, Replica(0, 0))
         known.capacity, known.draining = event.response_capacity, False
         known.kv_budget_tokens = event.kv_budget_tokens
 
@@ -228,7 +168,7 @@ class Round:
         for draw in [i for i in self._groups if i in replica.running]:  # in launch order
             self._interrupted(self._groups[draw])
 
-    def _interrupted(self, group: _Group) -> None:
+    def _interrupted(self, group: Group) -> None:
         if group.state is not GroupState.RUNNING:
             return
         self._release(group)
@@ -265,7 +205,7 @@ class Round:
             commands += self._complete(group, event.at)
         return commands
 
-    def _complete(self, group: _Group, at: float) -> list[Command]:
+    def _complete(self, group: Group, at: float) -> list[Command]:
         surplus = group.response_count > len(group.finished)
         self._release(group)
         group.state = GroupState.COMPLETE
@@ -309,7 +249,7 @@ class Round:
             self._held_scores = []
         return commands
 
-    def _lose(self, group: _Group) -> list[Command]:
+    def _lose(self, group: Group) -> list[Command]:
         was_running = group.state is GroupState.RUNNING
         if group.state is GroupState.WAITING:
             self._waiting.remove(group.draw.id)
@@ -334,7 +274,7 @@ class Round:
             commands.append(LaunchGroup(group.draw.id, replica_id, indices))
         return commands
 
-    def _replica_for(self, group: _Group) -> str | None:
+    def _replica_for(self, group: Group) -> str | None:
         """The replica with the fewest tokens outstanding, of those that have room.
 
         An idle replica takes any group, however small its capacity.
@@ -351,7 +291,7 @@ class Round:
             found.append((-outstanding, replica.room(), name))
         return max(found)[2] if found else None
 
-    def _release(self, group: _Group) -> None:
+    def _release(self, group: Group) -> None:
         replica = self._replicas.get(group.replica_id)
         if replica is not None and group.draw.id in replica.running:
             replica.running.discard(group.draw.id)
@@ -391,7 +331,7 @@ class Round:
             race_wait_seconds=max(0.0, decided - filled),
         )
 
-    def _deferred(self, group: _Group) -> DeferredDraw:
+    def _deferred(self, group: Group) -> DeferredDraw:
         """The draw one level up. Responses of one launch run in step: each has the mean so far."""
         old = group.draw
         level = min(old.level + 1, self._rules.levels)
@@ -404,7 +344,7 @@ class Round:
             finished=tuple(index in group.finished for index in kept),
         )
 
-    def _group(self, draw: DrawId) -> _Group:
+    def _group(self, draw: DrawId) -> Group:
         try:
             return self._groups[draw]
         except KeyError:

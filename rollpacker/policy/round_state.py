@@ -1,0 +1,71 @@
+"""The groups and replicas of a round: what `rollpacker.policy.round` keeps of each."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from rollpacker.types import Draw, DrawId
+
+
+class GroupState(enum.Enum):
+    """See the top of `rollpacker/policy/round.py`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    WON = "won"
+    EMITTED = "emitted"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class Group:
+    """One draw in the round."""
+
+    draw: Draw
+    response_count: int
+    expected_tokens: int  # KV tokens that one response needs, prompt included
+    state: GroupState = GroupState.WAITING
+    replica_id: str = ""
+    finished: dict[int, int] = field(default_factory=dict)  # index -> tokens, in order of arrival
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    longest_tokens: int = 0
+    running_tokens: int = 0  # of the responses of this launch that have not finished
+    launch_finished_tokens: int = 0  # of those that have
+    # Decoded tokens; carried ones (a moved prefix, an accepted draft) are not among them.
+    finished_decoded: int = 0  # of responses that have finished
+    launch_finished_decoded: int = 0  # of these, in this launch
+    running_decoded: int = 0  # of those that have not
+    aborted_decoded: int = 0  # of launches that were lost
+
+    @property
+    def decoded(self) -> int:
+        return self.finished_decoded + self.running_decoded + self.aborted_decoded
+
+    def end_launch(self) -> None:
+        """What it was decoding has stopped."""
+        self.aborted_decoded += self.running_decoded
+        self.running_tokens = self.running_decoded = 0
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(i for i in range(self.response_count) if i not in self.finished)
+
+    def outstanding_tokens(self) -> int:
+        """KV tokens that its open responses are expected to need."""
+        each = max(self.expected_tokens, self.longest_tokens)
+        return each * (self.response_count - len(self.finished))
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica that serves the round's weights."""
+
+    capacity: int  # responses at a time
+    kv_budget_tokens: int  # 0: no limit
+    used: int = 0
+    draining: bool = False  # takes no more groups
+    running: set[DrawId] = field(default_factory=set)
+
+    def room(self) -> int:
+        return self.capacity - self.used
