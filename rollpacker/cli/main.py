@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollpacker.cli import check, demo, failures, grade, reports, runs, stack
+from rollpacker.cli import check, demo, doctor, failures, grade, reports, runs, stack
 
 app = typer.Typer(
     name="rollpacker",
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command("up")(stack.up)
 app.command("demo")(demo.demo)
 app.command("check")(check.check)
+app.command("doctor")(doctor.doctor)
 app.command("submit")(runs.submit)
 app.command("status")(reports.status)
 app.command("watch")(runs.watch_run)
