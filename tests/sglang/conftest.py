@@ -6,31 +6,17 @@ that must break a server brings its own.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from services.rollout.sglang_engine import SglangEngine, SglangOptions
-from tests.engine_contract import KV_BUDGET, Subject
+from services.rollout.sglang_engine import SglangEngine
+from tests.engine_contract import Subject
+from tests.sglang_support import PYTHON, options
 from tests.tiny_models import save_model
 
-PYTHON = os.environ.get("ROLLPACKER_TEST_SGLANG_PYTHON", "")
 collect_ignore_glob = [] if PYTHON else ["test_*.py"]
-
-
-def options(**changes: Any) -> SglangOptions:
-    """A small engine; requests of `tests.engine_contract` fit."""
-    values = {
-        "python": PYTHON,
-        "slots": 64,
-        "kv_budget_tokens": KV_BUDGET,
-        "max_context_tokens": 4096,
-        **changes,
-    }
-    return SglangOptions(**values)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from rollpacker.rpc.client import call_until, open_channel
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from services.coordinator.outputs import read_step_samples
-from tests.sglang.conftest import PYTHON
+from tests.sglang_support import PYTHON
 from tests.tiny_run import run_settings, write_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ from services.rollout.sglang_engine import SglangEngine, launch, served_model
 from services.rollout.sglang_engine.server_process import ServerProcess
 from services.rollout.torch_engine import TorchEngine
 from tests.engine_contract import ENDLESS, KV_BUDGET, Subject, essence, seeded
-from tests.sglang.conftest import options
+from tests.sglang_support import options
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
