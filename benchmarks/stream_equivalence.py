@@ -1,6 +1,6 @@
 """Is a step's gradient that of the whole batch, however it is streamed, sharded and replicated?
 
-    python -m benchmarks.stream_equivalence [--meshes 1x1 2x2] [--losses gspo dapo]
+    python benchmarks/stream_equivalence.py [--meshes 1x1 2x2] [--losses gspo dapo]
 
 For each mesh (replicas x shards) it starts that many processes on gloo, which pack, deal out,
 accumulate and sum a step as the service does, in float32. Rank 0 compares with one float64 pass
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.trainer_reference import (
     clipped_shares,
     reference_gradients,
@@ -54,6 +56,7 @@ LOSSES: dict[str, dict[str, object]] = {
     "grpo+k3": {"algorithm": "grpo", "kl_coefficient": 0.3, "kl_estimator": "k3"},
     "dapo+entropy": {"algorithm": "dapo", "entropy_coefficient": 0.1},
     "dapo+truncated": {"algorithm": "dapo", "rollout_correction": "truncated"},
+    "dapo+checkpointing": {"algorithm": "dapo", "activation_checkpointing": True},
     "grpo+masked": {"algorithm": "grpo", "rollout_correction": "masked"},
 }
 # Lengths of the responses of even and of odd groups, and how many groups of 4 responses.
@@ -89,7 +92,13 @@ def gradients(
     model: Path, settings: OpenRunSettings, groups: Sequence[PromptGroup], ranks: Ranks
 ) -> dict[str, Tensor]:
     """The step's gradient sums over all ranks, whole, by name. Collective."""
-    policy = PolicyModel(model, settings.dtype, ranks.device, ranks.mesh)
+    policy = PolicyModel(
+        model,
+        settings.dtype,
+        ranks.device,
+        ranks.mesh,
+        activation_checkpointing=settings.activation_checkpointing,
+    )
     reference = None
     if settings.kl_coefficient:
         reference = PolicyModel(model, settings.dtype, ranks.device, ranks.mesh)
@@ -168,7 +177,7 @@ def run_mesh(directory: Path, mesh: str, losses: Sequence[str]) -> bool:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.stream_equivalence", "--rank-in", str(directory)]
+    command = [sys.executable, __file__, "--rank-in", str(directory)]
     command += ["--meshes", mesh, "--losses", *losses]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place["OMP_NUM_THREADS"] = "1"

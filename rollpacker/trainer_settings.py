@@ -68,8 +68,11 @@ class TrainerSettings(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     deterministic: bool = Field(
         True,
-        description="window i of a step's groups goes to replica i mod n, so that the same groups in"
-        " the same order give the same bits; else to the first replica that is free",
+        description="window i of a step's groups goes to replica i mod n, so that the same groups"
+        " in the same order give the same bits; else to the first replica that is free",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="keep only the input of each layer and compute it again: less memory"
     )
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_interval: int = Field(1, ge=1, description="steps between checkpoints")

@@ -37,13 +37,21 @@ class PolicyModel:
     """The policy that is trained. `module` is the transformers model."""
 
     def __init__(
-        self, directory: Path, dtype: str, device: torch.device, mesh: DeviceMesh | None
+        self,
+        directory: Path,
+        dtype: str,
+        device: torch.device,
+        mesh: DeviceMesh | None,
+        *,
+        activation_checkpointing: bool = False,
     ) -> None:
         """Load from a directory of safetensors. Raises ModelNotFoundError."""
         self.device = device
         self.compute_dtype = _DTYPES[dtype]
         master = torch.float64 if dtype == "float64" else torch.float32
         self.module = _load(directory, master).to(device)
+        if activation_checkpointing:
+            _compute_layers_again(self.module)
         self._can_replace_head = can_replace_head(self.module)
         self._vocabulary = int(cast(Any, self.module).config.vocab_size)
         self._sharded = mesh is not None
@@ -117,6 +125,18 @@ def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
         raise ModelNotFoundError(f"{directory} cannot be loaded: {error}") from error
     module.train(False)  # no dropout; gradients flow all the same
     return cast(nn.Module, module)
+
+
+def _compute_layers_again(module: nn.Module) -> None:
+    """Checkpoint the activations of each layer.
+
+    transformers does so in layers that are in training mode; only the layers themselves are put
+    into it, not what is inside them, so dropout stays off.
+    """
+    cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
+    for part in module.modules():
+        if hasattr(part, "gradient_checkpointing"):
+            part.training = True
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:

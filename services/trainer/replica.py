@@ -149,6 +149,7 @@ class Replica:
                 command.settings.dtype,
                 self._ranks.device,
                 self._ranks.mesh,
+                activation_checkpointing=command.settings.activation_checkpointing,
             )
         except ModelNotFoundError as error:
             failure = error

@@ -31,7 +31,13 @@ class Step:
 
     def __init__(self, directory, temperature=1.0, *, initial=None, **changes):
         self.settings = trainer_settings(**changes)
-        self.model = PolicyModel(directory, self.settings.dtype, torch.device("cpu"), None)
+        self.model = PolicyModel(
+            directory,
+            self.settings.dtype,
+            torch.device("cpu"),
+            None,
+            activation_checkpointing=self.settings.activation_checkpointing,
+        )
         self.optimizer = make_optimizer(self.model, self.settings)
         reference = None
         if self.settings.kl_coefficient:
@@ -307,3 +313,21 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_directory
     assert gradient.dtype == torch.float32
     assert torch.cosine_similarity(gradient.double(), expected, dim=0) > 0.99
     assert (gradient.double() - expected).abs().max() > 1e-4 * expected.abs().max()
+
+
+def test_activation_checkpointing_saves_activations_and_changes_no_gradient(model_directory):
+    groups = [make_group(i) for i in range(4)]
+    kept, gradients = [], []
+    for again in (False, True):
+        step = Step(model_directory, activation_checkpointing=again)
+        saved = []
+
+        def note(tensor, saved=saved):
+            saved.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            gradients.append(step.fill(groups).gradient())
+        kept.append(sum(saved))
+    assert_close(gradients[1], gradients[0], 1e-6)
+    assert kept[1] < 0.5 * kept[0]
