@@ -13,7 +13,8 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from rollpacker.v1 import rollout_service_pb2 as rollout_pb
 from rollpacker.v1 import rollout_service_pb2_grpc as rollout_pb_grpc
 from services.coordinator.outputs import read_step_samples
+from tests.integration import processes
 from tests.tiny_run import run_settings
 
 # float64 in the engine: no two scores are so close that the batch around them decides.
@@ -45,6 +47,7 @@ _ENVIRONMENT = {
 }
 PATIENT = RestartLimits(count=100, first_delay_seconds=0.05, longest_delay_seconds=0.1)
 AWAY_SECONDS = 120.0  # how long the coordinator may take to come back
+_GONE_SECONDS = 60.0  # until a process that misses its parent must have ended
 _POLL_SECONDS = 0.001
 _OPEN_STATES = (pb.Run.STATE_RUNNING, pb.Run.STATE_STOPPING)
 
@@ -77,7 +80,7 @@ class RealStack:
         self.stack = stack
         self.redis = redis
         self.directory = stack.layout.directory
-        self.processes: dict[int, str] = {}  # every process ever seen, with its start time
+        self._processes: dict[int, str] = {}  # every process ever seen, with its start time
         self._stub: Any = pb_grpc.CoordinatorServiceStub(channels["coordinator"])
         self._replicas: dict[str, Any] = {
             name: rollout_pb_grpc.RolloutServiceStub(channel)
@@ -215,8 +218,8 @@ class RealStack:
         """kill -9 one of several trainer processes; torchrun then ends the others."""
         self.note_processes()
         agent = await self.pid("trainer-0")
-        for pid, _ in _descendants(agent):
-            if b"RANK=%d" % rank in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        for pid, _ in processes.descendants(agent):
+            if b"RANK=%d" % rank in processes.environment(pid):
                 os.kill(pid, signal.SIGKILL)
                 return
         raise AssertionError(f"the trainer has no rank {rank}")
@@ -232,7 +235,7 @@ class RealStack:
         """SIGSTOP; returns when the process has stopped."""
         pid = await self.pid(name)
         os.kill(pid, signal.SIGSTOP)
-        while _stat(pid)[0] != "T":
+        while processes.state(pid) != processes.STOPPED:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def go_on(self, name: str) -> None:
@@ -250,7 +253,12 @@ class RealStack:
 
     def note_processes(self) -> None:
         """Remember every process below this one."""
-        self.processes |= dict(_descendants(os.getpid()))
+        self._processes |= dict(processes.descendants(os.getpid()))
+
+    def left_processes(self) -> set[int]:
+        """Those of them that are alive."""
+        known = self._processes.items()
+        return {pid for pid, start in known if processes.start_time(pid) == start}
 
     async def _call(self, make: Any) -> Any:
         return await call_until(make, seconds=AWAY_SECONDS, what="the coordinator")
@@ -261,7 +269,7 @@ async def running_stack(
     directory: Path, *, slots: int = 64, **sizes: int
 ) -> AsyncIterator[RealStack]:
     """A stack of real processes; afterwards none of them is left. `slots`: of a replica."""
-    outside = dict(_descendants(os.getpid()))
+    outside = dict(processes.descendants(os.getpid()))
     stack = LocalStack(directory, limits=PATIENT, **sizes)
     async with contextlib.AsyncExitStack() as entered:
         patch = entered.enter_context(pytest.MonkeyPatch.context())
@@ -278,8 +286,10 @@ async def running_stack(
         real = RealStack(stack, redis, channels)
         yield real
         real.note_processes()
-    left = {pid for pid, start in real.processes.items() if _started(pid) == start}
-    assert left <= outside.keys(), f"processes outlive the stack: {left - outside.keys()}"
+    end = time.monotonic() + _GONE_SECONDS
+    while left := real.left_processes() - outside.keys():
+        assert time.monotonic() < end, f"processes outlive the stack: {left}"
+        await asyncio.sleep(0.05)
 
 
 def proof_settings(directory: Path, prompts: int, **sections: Any) -> dict[str, Any]:
@@ -326,32 +336,3 @@ def _responses(group: PromptGroup) -> list[Any]:
         )
         for scored in group.responses
     ]
-
-
-def _descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """Processes below `pid`, each with its start time (a process id may be used again)."""
-    parents: dict[int, tuple[int, str]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = _stat(int(path.parent.name))
-            parents[int(path.parent.name)] = (int(fields[1]), fields[19])
-    below = [pid]
-    for parent in below:  # grows while it is walked
-        for child, (its_parent, start) in parents.items():
-            if its_parent == parent:
-                below.append(child)
-                yield child, start
-
-
-def _started(pid: int) -> str | None:
-    """The start time of a process that is alive."""
-    try:
-        fields = _stat(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else fields[19]
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
