@@ -30,7 +30,7 @@ from rollpacker.types import RoundKind
 FITTED_FIGURES = ("fig11", "fig10c")
 PREDICTED_PER_FITTED = 3
 _NO_FACTOR = 1.0 + 1e-12  # a short round that launches exactly P0 prompts
-_MIX_STEPS = 40
+_MIX_STEPS = 20
 _STAGES = ("sync", "rollout", "reward", "train")
 
 
@@ -68,8 +68,10 @@ class Value:
 class PaperRuns:
     """Runs the paper's systems on demand, each once."""
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, steps: int = _MIX_STEPS) -> None:
+        """`steps`: length of the runs on the task mix; whole periods of five."""
         self.parameters = parameters
+        self._steps = steps
         self._done: dict[Any, list[StepTrace]] = {}
 
     def run(
@@ -77,10 +79,11 @@ class PaperRuns:
         model: str,
         rules: TailBatchingRules,
         task: str = MIX,
-        steps: int = _MIX_STEPS,
+        steps: int = 0,
         **changes: Any,
     ) -> list[StepTrace]:
-        """All steps of a run; `changes` are fields of Scenario."""
+        """All steps of a run; `changes` are fields of Scenario. Groups are spread, as there."""
+        steps = steps or self._steps
         key = (model, rules, task, steps, tuple(sorted(changes.items())))
         if key not in self._done:
             facts = MODELS[model]
@@ -90,7 +93,9 @@ class PaperRuns:
                 self.parameters["never_stop_share"],
                 task,
             )
-            scenario = Scenario(facts, workload, rules, FRESH, steps=steps, **changes)
+            scenario = Scenario(
+                facts, workload, rules, FRESH, steps=steps, spreads_groups=True, **changes
+            )
             self._done[key] = list(Simulator(scenario, self.parameters).steps())
         return self._done[key]
 
@@ -98,8 +103,8 @@ class PaperRuns:
         """One of Table 2's systems, cumulative, on the task mix."""
         unstreamed = dataclasses.replace(PAPER, streams=False)
         return {
-            "synchronous": partial(self.run, model, SYNCHRONOUS, steps=20, adaptive_timeouts=False),
-            "rlhfuse": partial(self.run, model, OVERLAP, steps=20, adaptive_timeouts=False),
+            "synchronous": partial(self.run, model, SYNCHRONOUS, steps=10, adaptive_timeouts=False),
+            "rlhfuse": partial(self.run, model, OVERLAP, steps=10, adaptive_timeouts=False),
             "tail_batching": partial(self.run, model, unstreamed, adaptive_timeouts=False),
             "reward": partial(self.run, model, PAPER),
             "parallelism": partial(self.run, model, PAPER),
@@ -196,8 +201,8 @@ def fig14(runs: PaperRuns) -> Iterator[tuple[str, float]]:
         grown = partial(dataclasses.replace, prompts_per_step=prompts)
         key = f"{gpus}_gpus_batch_{prompts}"
         run = partial(runs.run, "14B", gpus=gpus)
-        base = run(grown(SYNCHRONOUS), steps=10, adaptive_timeouts=False)
-        ours = run(grown(PAPER), steps=20, scales_down=True)
+        base = run(grown(SYNCHRONOUS), steps=6, adaptive_timeouts=False)
+        ours = run(grown(PAPER), steps=10, scales_down=True)
         yield f"{key}.synchronous", prompts * 8 / mean_step(base)
         yield f"{key}.rollpacker", prompts * 8 / mean_step(ours)
 

@@ -68,7 +68,7 @@ class RoundTrace:
     finish: FinishRound | None = None
     trained_tokens: int = 0
     emitted: list[tuple[DrawId, tuple[int, ...]]] = field(default_factory=list)  # with lengths
-    spans: list[tuple[str, float, float, bool]] = field(default_factory=list)  # replica, kept
+    spans: list[tuple[float, float]] = field(default_factory=list)  # of each replica's work
     commands: int = 0
 
 

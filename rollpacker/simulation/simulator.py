@@ -12,7 +12,7 @@ What never happens: a draw is trained twice, or left out; a time is taken from a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollpacker.policy.commands import FinishRound
@@ -55,6 +55,7 @@ class StepTrace:
     busy_seconds: float  # engines and trainer, averaged over the GPUs
     trained: tuple[DrawId, ...]
     ages: tuple[int, ...]
+    factors: tuple[float, ...]  # of the rules that it ran under
     round: RoundTrace
 
 
@@ -106,6 +107,7 @@ class Simulator:
             step = len(done)
             if self._steer is not None:
                 self.rules = self._steer(step, done, self.rules)
+                self._queue = self._within_levels(self._queue)
             backlog = Backlog(
                 step,
                 tuple(item.draw for item in self._queue),
@@ -132,6 +134,7 @@ class Simulator:
         round_trace = self._round(planned, draws, replicas, trainer, start + refit)
         finish = round_trace.finish
         assert finish is not None
+        round_trace.spans = [(start + refit, replica.now) for replica in replicas]
         tail = self.parameters["reward_tail_seconds"] if self.scenario.scores else 0.0
         self.now = trainer.finish(round_trace.end + tail)
         self._keep_queue(planned, finish)
@@ -157,6 +160,7 @@ class Simulator:
             + trainer.update_seconds,
             trained=finish.winners,
             ages=tuple(known[draw].age(planned.step) for draw in finish.winners),
+            factors=self.rules.speculation_factors,
             round=round_trace,
         )
 
@@ -198,7 +202,7 @@ class Simulator:
         age = draw.age(planned.step)
         drift = self.scenario.drift
         coupling = drift.coupling(age) if self.rules.keeps_seeds else 0.0
-        launch = 0 if draft is None else draw.level
+        launch = 0 if draft is None else max(1, draw.level)
         lengths = self.workload.lengths(number, coupling, launch)
         carried: list[int] = []
         if draft is not None and drift.acceptance is not None and self.rules.keeps_seeds:
@@ -226,15 +230,18 @@ class Simulator:
     def _keep_queue(self, planned: RoundPlan, finish: FinishRound) -> None:
         taken = {draw.id for draw in planned.queued}
         queue = [item for item in self._queue if item.draw.id not in taken]
-        deferred = [
-            item
-            if item.draw.level <= self.rules.levels
-            else dataclasses.replace(
-                item, draw=dataclasses.replace(item.draw, level=self.rules.levels)
-            )
-            for item in [*queue, *finish.deferred]
+        self._queue = self._within_levels((*queue, *finish.deferred))
+
+    def _within_levels(self, queue: Sequence[DeferredDraw]) -> tuple[DeferredDraw, ...]:
+        """By level; a ladder that has become lower takes the draws of its lost levels down."""
+        top = max(1, self.rules.levels)
+        lowered = [
+            dataclasses.replace(item, draw=dataclasses.replace(item.draw, level=top))
+            if item.draw.level > top
+            else item
+            for item in queue
         ]
-        self._queue = tuple(sorted(deferred, key=lambda item: item.draw.level))
+        return tuple(sorted(lowered, key=lambda item: item.draw.level))
 
     def _replicas(self, start: float) -> list[ReplicaModel]:
         replicas = [

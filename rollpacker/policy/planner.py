@@ -1,0 +1,341 @@
+"""Which ladder the next rounds climb: levels and speculation factors, from what was measured.
+
+    observed groups --Kaplan-Meier--> law of (longest response, lengths) --+
+    engine: seconds per step, KV capacity ---------------------------------+--> seconds per round
+    coupling and draft acceptance by age ----------------------------------+    and level, ratio
+                                                                                of trained lengths
+
+A candidate is a tuple of factors, one per level below the last; () is synchronous. A level-l round
+launches eta_l * P0 of the groups that lost all races before, so it sees a slice of the law: from
+the share that earlier levels have kept to the share that it keeps itself. Its time is the integral
+of the step time over the tokens of the longest response that it needs. Levels recur at fixed
+relative rates, which give the mean time, and the age at which a draw is trained.
+
+Chosen is the candidate with the most trained tokens per second among those whose oldest draw fits
+`max_deferral_age` and whose trained mean length stays within `length_tolerance` of the uncensored
+one. A change must pay: the present ladder stays unless another is better by `min_gain`.
+
+What never happens: a choice from anything but the arguments; a factor outside (1, 2].
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+
+_GRID = 40  # points of the integral over tokens
+_FACTORS = (1.25, 1.5, 1.75, 2.0)
+
+
+def _always(age: float) -> float:  # noqa: ARG001
+    return 1.0
+
+
+def _never(age: float) -> float:  # noqa: ARG001
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerRules:
+    """What is planned for, and its limits."""
+
+    prompts_per_step: int  # P0
+    responses_per_prompt: int  # R0
+    max_response_tokens: int  # the cap
+    max_deferral_age: int = 32  # steps
+    length_tolerance: float = 0.02  # of the trained mean length, both ways
+    min_gain: float = 0.05  # of the trained tokens per second, for a change
+    max_levels: int = 3
+    min_groups: int = 64  # seen before anything is planned
+    coupling: Callable[[float], float] = _always  # of a response to itself, `age` updates later
+    acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMeasure:
+    """Measured speed of the rollout engines, together."""
+
+    replicas: int
+    base_seconds: float  # of a decode step
+    per_sequence_seconds: float  # and running response beyond the free ones
+    per_kv_token_seconds: float  # and token in the KV cache
+    kv_capacity: int  # tokens per replica
+    prompt_tokens: int
+    free_sequences: int = 0
+    other_seconds: float = 0.0  # of a step, that no ladder changes
+
+    def step_seconds(self, running: float, kv_tokens: float) -> float:
+        """One token for each of `running` responses of a replica; beyond the KV they take turns."""
+        share = min(1.0, self.kv_capacity / kv_tokens) if kv_tokens else 1.0
+        paying = max(0.0, running * share - self.free_sequences)
+        once = (
+            self.base_seconds
+            + self.per_sequence_seconds * paying
+            + self.per_kv_token_seconds * kv_tokens * share
+        )
+        return once / share
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedGroup:
+    """A group as it was last seen: complete, or cut off when it was deferred."""
+
+    response_tokens: tuple[int, ...]
+    complete: bool
+    weight: float = 1.0  # less for older ones
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest response so far."""
+        return max(self.response_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a candidate is expected to do."""
+
+    factors: tuple[float, ...]
+    rollout_seconds: float  # mean over its rounds
+    length_ratio: float  # trained mean over uncensored mean
+    max_age: float  # steps
+    tokens_per_second: float  # trained, over whole steps
+
+
+@dataclass(frozen=True, slots=True)
+class LadderChoice:
+    """The ladder to climb, and why in one line for the event log."""
+
+    factors: tuple[float, ...]
+    reason: str
+
+
+def choose_ladder(
+    rules: PlannerRules,
+    engine: EngineMeasure,
+    groups: Sequence[ObservedGroup],
+    present: tuple[float, ...],
+) -> LadderChoice:
+    """The ladder for the next rounds; the present one while too little has been seen."""
+    if sum(group.complete for group in groups) < rules.min_groups:
+        return LadderChoice(present, f"keeps {_name(present)}: {len(groups)} groups seen so far")
+    law = GroupLaw(groups, rules.max_response_tokens)
+    forecasts = {
+        factors: forecast(rules, engine, law, factors) for factors in _candidates(rules, present)
+    }
+    allowed = [f for f in forecasts.values() if _allowed(rules, f)]
+    best = max(allowed or [forecasts[()]], key=lambda item: item.tokens_per_second)
+    now = forecasts[present]
+    gain = best.tokens_per_second / now.tokens_per_second - 1.0
+    if _allowed(rules, now) and gain < rules.min_gain:
+        return LadderChoice(present, f"keeps {_describe(now)}: the best other gains {gain:.1%}")
+    return LadderChoice(
+        best.factors, f"takes {_describe(best)} instead of {_describe(now)}: {len(groups)} groups"
+    )
+
+
+class GroupLaw:
+    """The measured law of groups, in order of their longest response; immutable."""
+
+    def __init__(self, groups: Sequence[ObservedGroup], cap: int) -> None:
+        kept = _redistributed(groups)
+        total = sum(weight for _, weight in kept)
+        self.keys = [float(group.longest) for group, _ in kept]
+        self.upto = [0.0]  # share of the groups before the i-th
+        for _, weight in kept:
+            self.upto.append(self.upto[-1] + weight / total)
+        top = math.log(cap + 1.0)
+        self.grid = [math.expm1(top * point / _GRID) for point in range(_GRID + 1)]
+        rows = [sorted(group.response_tokens) for group, _ in kept]
+        weights = [weight / total for _, weight in kept]
+        self._alive = [self._behind(rows, weights, tokens) for tokens in self.grid]
+        self._tokens = _behind([float(sum(row)) for row in rows], weights)
+        self.prompt_share = _prompt_share(rows, weights)
+
+    @staticmethod
+    def _behind(rows: list[list[int]], weights: list[float], tokens: float) -> list[float]:
+        counts = [float(len(row) - bisect.bisect_right(row, tokens)) for row in rows]
+        return _behind(counts, weights)
+
+    def key_at(self, share: float) -> float:
+        """Longest response of the group at this share, in tokens."""
+        place = bisect.bisect_left(self.upto, share - 1e-12) - 1
+        return self.keys[min(max(place, 0), len(self.keys) - 1)]
+
+    def alive(self, point: int, share: float) -> float:
+        """Responses with more than grid[point] tokens, per group beyond `share`."""
+        return self._mean_beyond(self._alive[point], share)
+
+    def tokens(self, low: float, high: float) -> float:
+        """Mean tokens of a group between two shares."""
+        upper = self._mean_beyond(self._tokens, high) * (1.0 - high) if high < 1.0 else 0.0
+        lower = self._mean_beyond(self._tokens, low) * (1.0 - low)
+        return (lower - upper) / (high - low)
+
+    def _mean_beyond(self, sums: list[float], share: float) -> float:
+        """Interpolated between groups, so that a share inside a group counts its part."""
+        place = min(max(bisect.bisect_right(self.upto, share) - 1, 0), len(self.keys) - 1)
+        width = self.upto[place + 1] - self.upto[place]
+        part = (share - self.upto[place]) / width if width > 0 else 0.0
+        total = sums[place] + (sums[place + 1] - sums[place]) * part
+        return total / max(1e-12, 1.0 - share)
+
+
+def forecast(
+    rules: PlannerRules, engine: EngineMeasure, law: GroupLaw, factors: tuple[float, ...]
+) -> Forecast:
+    """What a ladder of these factors is expected to do."""
+    rates = [1.0]  # rounds of each level per level-0 round
+    for level, factor in enumerate(factors):
+        launched = factors[level + 1] if level + 1 < len(factors) else 1.0
+        rates.append(rates[-1] * (factor - 1.0) / launched)
+    total_rate = sum(rates)
+    ages = [0.0]  # mean age in steps at which a level trains; its oldest draw is twice as old
+    for level in range(1, len(rates)):
+        ages.append(ages[-1] + total_rate / rates[level] / 2.0)
+    seconds, trained, low, reached = 0.0, 0.0, 0.0, 0.0
+    for level, rate in enumerate(rates):
+        factor = factors[level] if level < len(factors) else 1.0
+        high = low + (1.0 - low) / factor
+        carried = rules.acceptance(ages[level]) * reached
+        ends = _ends(rules, law, low, factor)
+        seconds += rate * fmean(
+            _round_seconds(rules, engine, law, low, factor, carried, end) for end in ends
+        )
+        trained += rate * _trained_tokens(rules, law, low, high, ages[level])
+        low, reached = high, law.key_at(high)
+    mean_seconds = seconds / total_rate
+    mean_tokens = trained / total_rate  # per group
+    return Forecast(
+        factors,
+        mean_seconds,
+        mean_tokens / law.tokens(0.0, 1.0),
+        2.0 * ages[-1],
+        mean_tokens * rules.prompts_per_step / (mean_seconds + engine.other_seconds),
+    )
+
+
+def _round_seconds(
+    rules: PlannerRules,
+    engine: EngineMeasure,
+    law: GroupLaw,
+    low: float,
+    factor: float,
+    start: float,
+    end: float,
+) -> float:
+    """Until the groups that it keeps have their longest response, of `end` tokens."""
+    groups = factor * rules.prompts_per_step / engine.replicas
+    seconds = 0.0
+    for point in range(_GRID):
+        first, last = max(law.grid[point], start), min(law.grid[point + 1], end)
+        if last <= first:
+            continue
+        running = groups * law.alive(point, low)
+        # The fullest replica ends the round; groups are spread evenly, long responses are not.
+        running += math.sqrt(running)
+        kv_tokens = running * (engine.prompt_tokens + (first + last) / 2.0)
+        seconds += (last - first) * engine.step_seconds(running, kv_tokens)
+    return seconds
+
+
+def _trained_tokens(
+    rules: PlannerRules, law: GroupLaw, low: float, high: float, age: float
+) -> float:
+    """Mean tokens of a group that is trained `age` updates after it was selected as long."""
+    selected = law.tokens(low, min(high, 1.0))
+    if low <= 0.0 or age <= 0.0:
+        return selected
+    mean = law.tokens(0.0, 1.0)
+    fresh = mean + law.prompt_share * (law.tokens(low, 1.0) - mean)
+    kept = rules.coupling(age)
+    return kept * selected + (1.0 - kept) * fresh
+
+
+def _ends(rules: PlannerRules, law: GroupLaw, low: float, factor: float) -> list[float]:
+    """Longest needed response of a round, in tokens: three equally likely cases.
+
+    The share of the launched groups that are short varies from round to round; where it matters
+    most, at the edge of those that never stop, its mean says little.
+    """
+    launched = factor * rules.prompts_per_step
+    if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
+        return [law.key_at(1.0 - (1.0 - low) * tail / launched) for tail in (0.2, 0.7, 1.8)]
+    kept = 1.0 / factor
+    spread = 1.1 * math.sqrt(kept * (1.0 - kept) / launched)
+    shares = (kept - spread, kept, min(1.0, kept + spread))
+    return [law.key_at(low + (1.0 - low) * share) for share in shares]
+
+
+def _candidates(rules: PlannerRules, present: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """Every ladder of the usual factors, and the present one."""
+    ladders = [
+        factors
+        for levels in range(rules.max_levels + 1)
+        for factors in product(_FACTORS, repeat=levels)
+    ]
+    return [*ladders, *([] if present in ladders else [present])]
+
+
+def _allowed(rules: PlannerRules, item: Forecast) -> bool:
+    return (
+        item.max_age <= rules.max_deferral_age
+        and abs(item.length_ratio - 1.0) <= rules.length_tolerance
+    )
+
+
+def _redistributed(groups: Sequence[ObservedGroup]) -> list[tuple[ObservedGroup, float]]:
+    """Complete groups by key; those that were cut off give their weight to the longer ones.
+
+    Behind the longest complete group there is none to give it to: it goes to that one.
+    """
+    ordered = sorted(groups, key=lambda group: (group.longest, not group.complete))
+    rest = sum(group.weight for group in ordered)
+    gain, kept = 1.0, []
+    for group in ordered:
+        if group.complete:
+            kept.append((group, group.weight * gain))
+        elif rest > group.weight:
+            gain *= rest / (rest - group.weight)
+        rest -= group.weight
+    missing = sum(group.weight for group in groups) - sum(weight for _, weight in kept)
+    longest, weight = kept[-1]
+    kept[-1] = (longest, weight + max(0.0, missing))
+    return kept
+
+
+def _behind(values: list[float], weights: list[float]) -> list[float]:
+    """Weighted sums from each place on."""
+    sums = [0.0]
+    for value, weight in zip(reversed(values), reversed(weights), strict=True):
+        sums.append(sums[-1] + value * weight)
+    return sums[::-1]
+
+
+def _prompt_share(rows: list[list[int]], weights: list[float]) -> float:
+    """How much of a group's distance from the mean a fresh group of its prompt would have.
+
+    Shrinkage of a group mean: between-prompt variance over the variance of group means.
+    """
+    size = len(rows[0])
+    mean = sum(weight * sum(row) / len(row) for row, weight in zip(rows, weights, strict=True))
+    of_means, within = 0.0, 0.0
+    for row, weight in zip(rows, weights, strict=True):
+        centre = sum(row) / len(row)
+        of_means += weight * (centre - mean) ** 2
+        within += weight * sum((tokens - centre) ** 2 for tokens in row) / max(1, len(row) - 1)
+    return max(0.0, 1.0 - within / size / of_means) if of_means > 0 else 0.0
+
+
+def _name(factors: tuple[float, ...]) -> str:
+    return "no deferral" if not factors else "eta " + ", ".join(f"{f:g}" for f in factors)
+
+
+def _describe(item: Forecast) -> str:
+    return (
+        f"{_name(item.factors)} ({item.rollout_seconds:.3g} s a round,"
+        f" trained length x{item.length_ratio:.3f}, oldest draw {item.max_age:.0f} steps)"
+    )

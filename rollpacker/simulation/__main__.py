@@ -1,0 +1,157 @@
+"""`python -m rollpacker.simulation paper | compare | calibrate | regret | speed | plot`.
+
+Reports go to standard output, one JSON object per line with `--json`, else as a table; what is said
+about the run (parameters, errors, seconds) goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rollpacker.simulation import compare as comparison
+from rollpacker.simulation.calibration import fit_engine
+from rollpacker.simulation.paper import (
+    FIGURES,
+    PREDICTED_PER_FITTED,
+    Value,
+    enough_predicted,
+    reproduce,
+)
+from rollpacker.simulation.parameters import Parameters, load_parameters
+from rollpacker.simulation.regret import regret_rows, summary_row
+from rollpacker.simulation.services_fit import fit_services
+from rollpacker.simulation.speed import speed_rows
+
+_PACKAGE_FILE = Path(__file__).with_name("parameters.json")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a report; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    parameters = load_parameters(options.parameters)
+    started = time.perf_counter()
+    status: int = options.run(options, parameters)
+    _say(f"{time.perf_counter() - started:.1f} s")
+    return status
+
+
+def _paper(options: argparse.Namespace, parameters: Parameters) -> int:
+    values: list[Value] = []
+    for value in reproduce(parameters, tuple(options.figures)):
+        values.append(value)
+        _row(options, value.to_row())
+    fitted = len(parameters.fitted)
+    predicted = sum(value.predicted for value in values)
+    _say(f"{len(parameters)} parameters, {fitted} of them fitted; {predicted} values predicted")
+    for name in dict.fromkeys(value.figure for value in values):
+        errors = [abs(value.relative_error) for value in values if value.figure == name]
+        _say(f"{name}: median error {median(errors):.1%}, largest {max(errors):.1%}")
+    if not options.figures and not enough_predicted(parameters, values):
+        _say(
+            f"fails: {predicted} predictions for {fitted} fitted parameters; at least"
+            f" {PREDICTED_PER_FITTED * fitted} are needed"
+        )
+        return 1
+    return 0
+
+
+def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
+    caps: tuple[int, ...] = comparison.FULL_CAPS if options.full else comparison.DEFAULT_CAPS
+    rhos: tuple[float, ...] = comparison.FULL_RHOS if options.full else comparison.DEFAULT_RHOS
+    for row in comparison.compare(
+        parameters,
+        tuple(options.cap or caps),
+        tuple(options.rho or rhos),
+        options.steps,
+        options.task,
+    ):
+        _row(options, row)
+    return 0
+
+
+def _calibrate(options: argparse.Namespace, parameters: Parameters) -> int:
+    fitted = fit_services(fit_engine(parameters, options.evaluations))
+    for before, after in zip(parameters.fitted, fitted.fitted, strict=True):
+        _row(options, {"parameter": after.name, "before": before.value, "after": after.value})
+    if options.write:
+        options.write.write_text(fitted.to_json(), encoding="utf-8")
+        _say(f"written to {options.write}")
+    return 0
+
+
+def _regret(options: argparse.Namespace, parameters: Parameters) -> int:
+    rows = list(regret_rows(parameters, options.steps))
+    for row in rows:
+        _row(options, row)
+    _row(options, summary_row(rows))
+    return 0
+
+
+def _speed(options: argparse.Namespace, parameters: Parameters) -> int:
+    for row in speed_rows(parameters, options.responses):
+        _row(options, row)
+    return 0
+
+
+def _plot(options: argparse.Namespace, parameters: Parameters) -> int:
+    from rollpacker.simulation.plots import draw_all
+
+    for path in draw_all(parameters, options.directory):
+        _say(f"drew {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rollpacker.simulation", description=__doc__)
+    parser.add_argument("--parameters", type=Path, help="another parameters.json")
+    commands = parser.add_subparsers(required=True)
+    paper = _command(commands, "paper", _paper, "the paper's figures beside ours")
+    paper.add_argument("--figures", nargs="*", choices=tuple(FIGURES), default=[])
+    compare = _command(commands, "compare", _compare, "modes beyond the paper")
+    compare.add_argument("--full", action="store_true", help="caps 8k to 128k, rho 0.1 to 0.9")
+    compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
+    compare.add_argument("--rho", type=float, action="append", help="may be repeated")
+    compare.add_argument("--steps", type=int, default=48)
+    compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
+    calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
+    calibrate.add_argument("--evaluations", type=int, default=200)
+    calibrate.add_argument(
+        "--write", type=Path, nargs="?", const=_PACKAGE_FILE, help="default: parameters.json"
+    )
+    regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
+    regret.add_argument("--steps", type=int, default=48)
+    speed = _command(commands, "speed", _speed, "seconds that simulations take, by size")
+    speed.add_argument("--responses", type=int, default=100_000, help="of the largest round")
+    plot = _command(commands, "plot", _plot, "SVG pictures; needs the extra `plot`")
+    plot.add_argument("directory", type=Path)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    command.add_argument("--json", action="store_true", help="one JSON object per line")
+    command.set_defaults(run=run)
+    return command
+
+
+def _row(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    print(json.dumps(row) if options.json else "  ".join(_cells(row.values())), flush=True)
+
+
+def _cells(values: Iterable[Any]) -> list[str]:
+    return [f"{v:<10.4g}" if isinstance(v, float) else f"{v!s:<12}" for v in values]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

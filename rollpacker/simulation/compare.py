@@ -1,0 +1,189 @@
+"""Modes against each other beyond the paper, with the parameters that were fitted to it.
+
+All modes of a scenario see the same prompts, lengths and noise, on the same placement: what differs
+is the schedule. A scenario is a cap (with the model that the paper runs at it, 32B beyond 32k), a
+within-prompt correlation and a task; a mode is a value of `TailBatchingRules`, or the planner.
+
+`coupling` says how a deferred response comes out: `measured` (the table in `workload`), `frozen`
+(the same again), `fresh` (the paper's own rule). `carry_over` is the share of its tokens that need
+no decoding. The oracle knows all lengths in advance: it runs the epoch in order of length, without
+carry-over, so nothing is launched twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rollpacker.policy.tail_batching import TailBatchingRules
+from rollpacker.simulation.engine_speed import engine_speed
+from rollpacker.simulation.parameters import MODELS, ModelFacts, Parameters
+from rollpacker.simulation.scenario import (
+    FRESH,
+    FROZEN,
+    MEASURED,
+    MEASURED_CARRY_OVER,
+    OVERLAP,
+    PAPER,
+    SYNCHRONOUS,
+    Drift,
+    Scenario,
+    carried,
+    ladder,
+)
+from rollpacker.simulation.simulator import Simulator, StepTrace
+from rollpacker.simulation.steering import PlannedSteering, planner_rules
+from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, WorkloadRules
+
+DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
+FULL_CAPS = (8192, 16384, 32768, 65536, 131072)
+FULL_RHOS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.9)
+AUTO_START = (1.5,)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One line of the comparison."""
+
+    name: str
+    rules: TailBatchingRules
+    drift: Drift
+    coupling: str
+    carry_over: str
+    planned: bool = False
+
+
+def modes() -> tuple[Mode, ...]:
+    """Every mode, the baseline first."""
+    exact = {1: ladder(1.5), 2: ladder(1.75, 2.0), 3: ladder(2.0, 2.0, 2.0)}
+    start = ladder(*AUTO_START)
+    return (
+        Mode("synchronous", SYNCHRONOUS, FROZEN, "frozen", "none"),
+        Mode("overlap", OVERLAP, FROZEN, "frozen", "none"),
+        Mode("paper", PAPER, FRESH, "fresh", "none"),
+        *(Mode("exact", rules, MEASURED, "measured", "none") for rules in exact.values()),
+        Mode("exact", exact[2], MEASURED_CARRY_OVER, "measured", "measured"),
+        Mode("auto", start, MEASURED, "measured", "none", planned=True),
+        Mode("auto", start, MEASURED_CARRY_OVER, "measured", "measured", planned=True),
+        Mode("auto", start, FROZEN, "frozen", "none", planned=True),
+        Mode("auto", start, carried(0.5), "frozen", "0.5", planned=True),
+        Mode("auto", start, carried(0.9), "frozen", "0.9", planned=True),
+    )
+
+
+def model_for(cap: int) -> ModelFacts:
+    """The model that the paper runs at this cap; 32B with a larger cap beyond."""
+    for model in MODELS.values():
+        if cap <= model.max_response_tokens:
+            return dataclasses.replace(model, max_response_tokens=cap)
+    return dataclasses.replace(MODELS["32B"], max_response_tokens=cap)
+
+
+def compare(
+    parameters: Parameters,
+    caps: tuple[int, ...] = DEFAULT_CAPS,
+    rhos: tuple[float, ...] = DEFAULT_RHOS,
+    steps: int = 32,
+    task: str = MIX,
+) -> Iterator[dict[str, Any]]:
+    """One row per scenario and mode."""
+    for cap in caps:
+        for rho in rhos:
+            yield from _scenario(parameters, cap, rho, steps, task)
+
+
+def run_mode(
+    parameters: Parameters,
+    mode: Mode,
+    workload: Workload | RecordedWorkload,
+    rules: WorkloadRules,
+    steps: int,
+) -> list[StepTrace]:
+    """All steps of a mode on a workload."""
+    model = model_for(rules.cap)
+    scenario = Scenario(model, rules, mode.rules, mode.drift, steps=steps)
+    steering = None
+    if mode.planned:
+        steering = PlannedSteering(
+            planner_rules(mode.rules, rules.cap, mode.drift),
+            engine_speed(parameters, model),
+            scenario.replica_count,
+            int(parameters["prompt_tokens"]),
+        )
+    return list(Simulator(scenario, parameters, workload, steering).steps())
+
+
+def _scenario(
+    parameters: Parameters, cap: int, rho: float, steps: int, task: str
+) -> Iterator[dict[str, Any]]:
+    rules = WorkloadRules(cap, rho, parameters["never_stop_share"], task)
+    workload = Workload(rules, steps * SYNCHRONOUS.prompts_per_step)
+    width = SYNCHRONOUS.responses_per_prompt
+    uncensored = int(workload.first_lengths[:, :width].sum())
+    base: list[StepTrace] = []
+    where = {"cap": cap, "rho": rho, "task": task}
+    for mode in modes():
+        done = run_mode(parameters, mode, workload, rules, steps)
+        base = base or done
+        if mode.name == "paper":
+            yield where | _oracle(parameters, workload, rules, steps, base)
+        yield where | {
+            "mode": mode.name,
+            "levels": max(step.level for step in done),
+            "coupling": mode.coupling,
+            "carry_over": mode.carry_over,
+            **_measures(done, base, uncensored),
+        }
+
+
+def _oracle(
+    parameters: Parameters,
+    workload: Workload,
+    rules: WorkloadRules,
+    steps: int,
+    base: list[StepTrace],
+) -> dict[str, Any]:
+    lengths = workload.first_lengths[:, : OVERLAP.responses_per_prompt]
+    order = np.argsort(lengths.max(axis=1), kind="stable")
+    known = RecordedWorkload(lengths[order].tolist())
+    mode = Mode("oracle", OVERLAP, FROZEN, "frozen", "none")
+    done = run_mode(parameters, mode, known, rules, steps)
+    return {
+        "mode": "oracle",
+        "levels": 0,
+        "coupling": "frozen",
+        "carry_over": "none",
+        **_measures(done, base, int(lengths.sum())),
+    }
+
+
+def _measures(done: list[StepTrace], base: list[StepTrace], uncensored: int) -> dict[str, Any]:
+    rollout, step = _rollout(done), _step(done)
+    trained = sum(s.trained_tokens for s in done)
+    return {
+        "step_seconds": round(step, 2),
+        "rollout_seconds": round(rollout, 2),
+        "rollout_speedup_over_synchronous": round(_rollout(base) / rollout, 3),
+        "step_speedup_over_synchronous": round(_step(base) / step, 3),
+        "trained_tokens_per_second": round(trained / (step * len(done)), 1),
+        "trained_tokens_per_rollout_second": round(trained / (rollout * len(done)), 1),
+        "waste": round(sum(s.decoded_tokens for s in done) / trained, 3),
+        "mean_length_ratio": round(trained / uncensored, 4),
+        "max_age": max(max(s.ages) for s in done),
+        "gpu_idle_share": round(1 - sum(s.busy_seconds for s in done) / (step * len(done)), 3),
+        "preemptions": sum(s.preemptions for s in done),
+        "steps": len(done),
+    }
+
+
+def _rollout(steps: list[StepTrace]) -> float:
+    return fmean(step.rollout_seconds for step in steps)
+
+
+def _step(steps: list[StepTrace]) -> float:
+    return fmean(step.step_seconds for step in steps)
