@@ -270,20 +270,28 @@ class RoundSimulation:
         kept = [name for name in self.replicas if name not in names]
         for name in kept:  # the work is the same, so is the room
             self._tell(ReplicaJoined(self.now, name, self._capacity * total // len(kept)))
-        leaving = set(names)
-        for draw in [d for d, places in self._where.items() if leaving.intersection(places)]:
-            if draw in self._where:
-                self._report(draw)
-            if draw in self._where:
-                places = self._where.pop(draw)
-                self._moved[draw] = [
-                    r for name in places for r in self.replicas[name].abort(self.now, draw)
-                ]
-                self._dirty.update(places)
-                self._tell(GroupInterrupted(self.now, draw))
-        for name in names:
-            del self.replicas[name]
+        self._move_off(set(names))
         self._trainer.release(self.now, len(names) / total)
+
+    def _move_off(self, leaving: set[str]) -> None:
+        """Take every group that has a response there off all its replicas, then place it anew."""
+        affected = [draw for draw, places in self._where.items() if leaving.intersection(places)]
+        for draw in affected:
+            if draw in self._where:  # a report before may have cost it the race
+                self._report(draw)
+        affected = [draw for draw in affected if draw in self._where]
+        for draw in affected:
+            places = self._where.pop(draw)
+            self._moved[draw] = [
+                response
+                for name in places
+                for response in self.replicas[name].abort(self.now, draw)
+            ]
+            self._dirty.update(places)
+        for name in leaving:
+            del self.replicas[name]
+        for draw in affected:
+            self._tell(GroupInterrupted(self.now, draw))
 
     # --- commands ---------------------------------------------------------------------------
 

@@ -149,9 +149,13 @@ def test_a_run_is_a_function_of_its_scenario() -> None:
     assert [s.step_seconds for s in first] == [s.step_seconds for s in second]
 
 
+@pytest.mark.parametrize("spreads", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
-def test_replicas_released_to_training_lose_no_response(share: float) -> None:
-    _, steps = run(scenario(MODES["two levels"], scales_down=True, release_share=share))
+def test_replicas_released_to_training_lose_no_response(share: float, spreads: bool) -> None:
+    item = scenario(
+        MODES["two levels"], scales_down=True, release_share=share, spreads_groups=spreads
+    )
+    _, steps = run(item)
     for step in steps:
         assert step.round.finish is not None
         assert step.round.finish.generated_tokens == step.decoded_tokens

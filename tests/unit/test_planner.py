@@ -1,0 +1,97 @@
+"""The planner: a pure function of what was measured."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rollpacker.policy.planner import (
+    EngineMeasure,
+    GroupLaw,
+    ObservedGroup,
+    PlannerRules,
+    choose_ladder,
+    forecast,
+)
+
+RULES = PlannerRules(16, 4, 8192)
+ENGINE = EngineMeasure(4, 0.01, 2e-4, 1e-8, 1_000_000, 100)
+
+
+def groups(count: int, tail: float, seed: int = 0) -> list[ObservedGroup]:
+    """Responses of 100 to 500 tokens, and a share `tail` that runs into the cap."""
+    rng = random.Random(seed)
+
+    def tokens() -> int:
+        return 8192 if rng.random() < tail else rng.randint(100, 500)
+
+    return [ObservedGroup(tuple(tokens() for _ in range(4)), complete=True) for _ in range(count)]
+
+
+def test_it_keeps_the_ladder_until_enough_groups_are_complete() -> None:
+    choice = choose_ladder(RULES, ENGINE, groups(63, 0.05), (1.5,))
+    assert choice.factors == (1.5,)
+    assert "63 groups seen" in choice.reason
+
+
+def test_it_defers_where_there_is_a_tail_and_does_not_where_there_is_none() -> None:
+    assert choose_ladder(RULES, ENGINE, groups(400, 0.03), ()).factors
+    equal = [ObservedGroup((300,) * 4, complete=True) for _ in range(100)]
+    assert choose_ladder(RULES, ENGINE, equal, ()).factors == ()
+
+
+def test_the_same_measurements_give_the_same_choice_and_say_why_in_one_line() -> None:
+    first, second = (choose_ladder(RULES, ENGINE, groups(200, 0.05), ()) for _ in range(2))
+    assert first == second
+    assert "\n" not in first.reason
+    assert "instead of no deferral" in first.reason
+
+
+def test_no_draw_may_get_older_than_allowed() -> None:
+    young = replace(RULES, max_deferral_age=3)
+    law = GroupLaw(groups(300, 0.05), 8192)
+    factors = choose_ladder(young, ENGINE, groups(300, 0.05), ()).factors
+    assert forecast(young, ENGINE, law, factors).max_age <= 3
+
+
+def test_it_does_not_defer_what_would_come_out_shorter() -> None:
+    drifting = replace(RULES, coupling=lambda age: 0.0)
+    law = GroupLaw(groups(300, 0.05), 8192)
+    assert forecast(drifting, ENGINE, law, (1.5,)).length_ratio < 0.98
+    assert choose_ladder(drifting, ENGINE, groups(300, 0.05), (1.5,)).factors == ()
+
+
+def test_drafts_make_deferral_cheaper() -> None:
+    law = GroupLaw(groups(300, 0.05), 8192)
+    plain = forecast(RULES, ENGINE, law, (2.0,))
+    drafts = forecast(replace(RULES, acceptance=lambda age: 0.9), ENGINE, law, (2.0,))
+    assert drafts.rollout_seconds < plain.rollout_seconds
+
+
+def test_a_full_kv_cache_makes_long_rounds_slower() -> None:
+    law = GroupLaw(groups(300, 0.2), 8192)
+    tight = replace(ENGINE, kv_capacity=20_000)
+    assert (
+        forecast(RULES, tight, law, (2.0,)).rollout_seconds
+        > forecast(RULES, ENGINE, law, (2.0,)).rollout_seconds
+    )
+
+
+def test_groups_that_were_cut_off_count_as_longer_ones() -> None:
+    short = [ObservedGroup((100,) * 4, complete=True)] * 50
+    long_ = [ObservedGroup((1000,) * 4, complete=True)] * 25
+    cut = [ObservedGroup((200,) * 4, complete=False)] * 25
+    law = GroupLaw([*short, *cut, *long_], 8192)
+    assert law.key_at(0.49) == 100
+    assert law.key_at(0.51) == 1000
+    assert law.tokens(0.0, 1.0) == pytest.approx(4 * 550)
+
+
+def test_the_shares_of_a_ladder_add_up_to_the_mean_length() -> None:
+    law = GroupLaw(groups(300, 0.05), 8192)
+    low, high = law.tokens(0.0, 0.6), law.tokens(0.6, 1.0)
+    assert 0.6 * low + 0.4 * high == pytest.approx(law.tokens(0.0, 1.0))
+    for factors in ((1.5,), (1.75, 2.0), (2.0, 2.0, 2.0)):
+        assert forecast(RULES, ENGINE, law, factors).length_ratio == pytest.approx(1.0)
