@@ -89,6 +89,7 @@ class Round:
         self._filled_at: float | None = None  # enough groups complete to fill the step
         self._decided_at: float | None = None
         self._over = False
+        self._complete_count = 0
 
     @property
     def over(self) -> bool:
@@ -98,8 +99,7 @@ class Round:
     @property
     def complete_count(self) -> int:
         """Groups that have all their responses."""
-        done = (GroupState.COMPLETE, GroupState.WON, GroupState.EMITTED)
-        return sum(group.state in done for group in self._groups.values())
+        return self._complete_count
 
     @property
     def launched_count(self) -> int:
@@ -209,6 +209,7 @@ class Round:
         surplus = group.response_count > len(group.finished)
         self._release(group)
         group.state = GroupState.COMPLETE
+        self._complete_count += 1
         group.end_launch()
         self._race.complete(group.draw.id, max(group.finished.values()))
         if self._filled_at is None and self.complete_count >= self._plan.keep:
@@ -230,6 +231,7 @@ class Round:
         group.finished_decoded = sum(event.response_tokens) - event.carried_tokens
         group.rewards = dict.fromkeys(group.finished)
         group.state = GroupState.EMITTED
+        self._complete_count += 1
         self._emitted.append(event.draw)
         self._race.complete(event.draw, max(event.response_tokens, default=0))
 
@@ -253,6 +255,7 @@ class Round:
         was_running = group.state is GroupState.RUNNING
         if group.state is GroupState.WAITING:
             self._waiting.remove(group.draw.id)
+        self._complete_count -= group.state is GroupState.COMPLETE
         self._release(group)
         group.state = GroupState.LOST
         return [AbortGroup(group.draw.id)] if was_running else []
@@ -260,10 +263,11 @@ class Round:
     def _launch(self) -> list[Command]:
         """Fill the replicas with waiting groups, in their order."""
         commands: list[Command] = []
+        loads: dict[str, int] = {}
         while self._waiting:
             group = self._groups[self._waiting[0]]
             indices = group.missing()
-            replica_id = self._replica_for(group)
+            replica_id = self._replica_for(group, loads)
             if replica_id is None:
                 break
             del self._waiting[0]
@@ -271,20 +275,24 @@ class Round:
             group.launch_finished_tokens = group.launch_finished_decoded = 0
             self._replicas[replica_id].running.add(group.draw.id)
             self._replicas[replica_id].used += len(indices)
+            loads[replica_id] += group.outstanding_tokens()
             commands.append(LaunchGroup(group.draw.id, replica_id, indices))
         return commands
 
-    def _replica_for(self, group: Group) -> str | None:
+    def _replica_for(self, group: Group, loads: dict[str, int]) -> str | None:
         """The replica with the fewest tokens outstanding, of those that have room.
 
-        An idle replica takes any group, however small its capacity.
+        An idle replica takes any group, however small its capacity. `loads` keeps the tokens
+        outstanding per replica while nothing but launches happens.
         """
         responses, tokens = len(group.missing()), group.outstanding_tokens()
         found: list[tuple[int, int, str]] = []
         for name, replica in self._replicas.items():
             if replica.draining or (replica.running and replica.room() < responses):
                 continue
-            outstanding = sum(self._groups[i].outstanding_tokens() for i in replica.running)
+            if name not in loads:
+                loads[name] = sum(self._groups[i].outstanding_tokens() for i in replica.running)
+            outstanding = loads[name]
             limit = replica.kv_budget_tokens
             if replica.running and limit and outstanding + tokens > limit:
                 continue
@@ -299,13 +307,9 @@ class Round:
 
     def _emit(self) -> list[Command]:
         commands: list[Command] = []
-        in_order = self._rules.race is RaceKind.TOKENS
-        for draw in list(self._ranked):
+        ready = self._scored_winners()
+        for draw in ready:
             group = self._groups[draw]
-            if not group.finished.keys() <= group.rewards.keys():
-                if in_order:
-                    break
-                continue
             indices = tuple(sorted(group.finished))
             advantages = group_advantages(
                 self._rules.advantages,
@@ -313,10 +317,24 @@ class Round:
                 [group.finished[index] for index in indices],
             )
             group.state = GroupState.EMITTED
-            self._ranked.remove(draw)
             self._emitted.append(draw)
             commands.append(EmitGroup(draw, indices, tuple(advantages)))
+        if ready:
+            self._ranked = [
+                draw for draw in self._ranked if self._groups[draw].state is GroupState.WON
+            ]
         return commands
+
+    def _scored_winners(self) -> list[DrawId]:
+        """Winners with all their rewards; in a token race, up to the first without."""
+        ready = []
+        for draw in self._ranked:
+            group = self._groups[draw]
+            if group.finished.keys() <= group.rewards.keys():
+                ready.append(draw)
+            elif self._rules.race is RaceKind.TOKENS:
+                break
+        return ready
 
     def _outcome(self, at: float) -> FinishRound:
         start = self._first_at if self._first_at is not None else at
