@@ -52,6 +52,7 @@ class GraderKind(enum.Enum):
     CODE = "code"
     JUDGE = "judge"
     REASONING_GYM = "reasoning_gym"
+    CUSTOM = "custom"
 
 
 class Verdict(enum.Enum):

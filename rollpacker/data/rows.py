@@ -7,7 +7,7 @@
 | `answer`       | text or number                     | reference answer of grader `math`        |
 | `answer_after` | text                               | the response's answer is what follows it |
 | `reference`    | object                             | what the grader gets, in place of both   |
-| `grader`       | math, code, judge or reasoning_gym | default: `reward.grader` of the run      |
+| `grader`       | math, code, reasoning_gym, custom  | default: `reward.grader` of the run      |
 
 Other columns are ignored; empty lines are skipped, and counted. A file is taken whole or refused
 at its first wrong row: no row is dropped in silence.

@@ -128,6 +128,8 @@ class _GraderKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GraderKind
     """Asks a model."""
     GRADER_KIND_REASONING_GYM: _GraderKind.ValueType  # 4
     """A reasoning-gym data set's own scorer."""
+    GRADER_KIND_CUSTOM: _GraderKind.ValueType  # 5
+    """A reward function of the service's own directory, or a remote one that it allows."""
 
 class GraderKind(_GraderKind, metaclass=_GraderKindEnumTypeWrapper):
     """Which grader scores a response."""
@@ -142,6 +144,8 @@ GRADER_KIND_JUDGE: GraderKind.ValueType  # 3
 """Asks a model."""
 GRADER_KIND_REASONING_GYM: GraderKind.ValueType  # 4
 """A reasoning-gym data set's own scorer."""
+GRADER_KIND_CUSTOM: GraderKind.ValueType  # 5
+"""A reward function of the service's own directory, or a remote one that it allows."""
 Global___GraderKind: _TypeAlias = GraderKind  # noqa: Y015
 
 class _RoundKind:

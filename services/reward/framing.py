@@ -65,13 +65,21 @@ def score_to_message(score: Score) -> Message:
         "verdict": score.verdict.value,
         "extracted_answer": score.extracted_answer,
         "breakdown": dict(score.breakdown),
+        "reward_range": list(score.reward_range),
         "runs": [{**asdict(run), "verdict": run.verdict.value} for run in score.runs],
     }
 
 
 def score_from_message(message: Message) -> Score:
     runs = tuple(TestRun(**{**run, "verdict": Verdict(run["verdict"])}) for run in message["runs"])
-    return Score(**{**message, "verdict": Verdict(message["verdict"]), "runs": runs})
+    return Score(
+        **{
+            **message,
+            "verdict": Verdict(message["verdict"]),
+            "runs": runs,
+            "reward_range": tuple(message["reward_range"]),
+        }
+    )
 
 
 def _decode(body: bytes) -> Message:

@@ -46,6 +46,12 @@ class RewardServiceSettings(WorkerSettings):
     redis_url: str = Field(
         "", description="where time limits are shared and kept; default: this process's memory"
     )
+    custom_directory: str = Field(
+        "", description="files of reward functions, grader `custom`; default: none are allowed"
+    )
+    custom_urls: tuple[str, ...] = Field(
+        (), description="remote reward functions, grader `custom`; others are refused"
+    )
     sandbox_memory_mib: int = Field(
         1024, ge=64, description="address space of a program; more is MEMORY_LIMIT"
     )
@@ -72,7 +78,10 @@ class RewardServiceSettings(WorkerSettings):
             packages=self.sandbox_packages,
             bwrap=self.sandbox_bwrap,
         )
-        return {GraderKind.CODE: CodeSettings(sandbox, self.timeouts).as_json()}
+        return {
+            GraderKind.CODE: CodeSettings(sandbox, self.timeouts).as_json(),
+            GraderKind.CUSTOM: {"directory": self.custom_directory, "urls": self.custom_urls},
+        }
 
     @property
     def timeouts(self) -> TimeoutRules:

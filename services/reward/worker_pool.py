@@ -36,6 +36,7 @@ from services.reward.graders.grader import (
 )
 from services.reward.graders.registry import graders
 from services.reward.worker_process import (
+    WALL_FACTOR,
     GradingOutcome,
     TimeLimitError,
     WorkerLostError,
@@ -233,8 +234,8 @@ class _Slot:
             self.busy = False
 
     async def _grade(self, task: GradingTask) -> GradingOutcome:
-        own_limits = graders()[task.grader_kind].keeps_own_limits
-        limit = math.inf if own_limits else self._time_limit_seconds
+        grader = graders()[task.grader_kind]
+        limit = math.inf if grader.keeps_own_limits else self._time_limit_seconds
         attempt = 1
         while True:
             try:
@@ -242,6 +243,12 @@ class _Slot:
                 return await worker.grade(task, limit)
             except TimeLimitError:
                 await self.drop_worker()
+                if not grader.late_is_verdict:
+                    raise GraderFailedError(
+                        f"grader {task.grader_kind.value} took more than {limit:g} s of CPU time"
+                        f" or {WALL_FACTOR * limit:g} s; reference {task.reference_json:.100},"
+                        f" response {task.response_text!r:.100}"
+                    ) from None
                 return GradingOutcome(Score(0.0, Verdict.TIMED_OUT), self._time_limit_seconds)
             except WorkerLostError as error:
                 _log.warning("%s", error)

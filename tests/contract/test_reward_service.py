@@ -304,6 +304,7 @@ async def test_get_reward_says_what_is_offered_and_how_busy_it_is() -> None:
         assert list(idle.grader_kinds) == [
             types_pb2.GRADER_KIND_MATH,
             types_pb2.GRADER_KIND_CODE,
+            types_pb2.GRADER_KIND_CUSTOM,
             types_pb2.GRADER_KIND_REASONING_GYM,
         ]
         assert (idle.slot_count, idle.busy_slot_count, idle.worker_restart_count) == (2, 0, 0)

@@ -126,7 +126,7 @@ GOOD = {"prompt": "a", "answer": "1"}
         ),
         (
             {**GOOD, "grader": "maths"},
-            "grader: must be one of math, code, judge, reasoning_gym, got 'maths'",
+            "grader: must be one of math, code, judge, reasoning_gym, custom, got 'maths'",
         ),
         ({**GOOD, "prompt_id": "x"}, "prompt_id: 'x' is also the id of row 1"),
         ({**GOOD, "prompt_id": ""}, "prompt_id: must be printable text or a whole number, got ''"),

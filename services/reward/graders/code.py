@@ -81,6 +81,7 @@ class CodeGrader:
 
     sealed = False  # it starts processes; it evaluates nothing
     keeps_own_limits = True
+    late_is_verdict = True
 
     def __init__(self) -> None:
         self._settings = CodeSettings()

@@ -64,17 +64,19 @@ class TestRun:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How grading ended. Raises ValueError for a reward that is not a finite number in [0, 1]."""
+    """How grading ended. Raises ValueError for a reward that is not finite or out of its range."""
 
     reward: float
     verdict: Verdict
     extracted_answer: str = ""  # as read from the response; for logs
     breakdown: Mapping[str, float] = field(default_factory=dict)  # parts of the reward; for logs
     runs: tuple[TestRun, ...] = ()  # of test cases, in order; of graders that run code
+    reward_range: tuple[float, float] = (0.0, 1.0)  # as declared
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.reward) and 0.0 <= self.reward <= 1.0):
-            raise ValueError(f"reward: {self.reward} is not a finite number in [0, 1]")
+        low, high = self.reward_range
+        if not (math.isfinite(self.reward) and low <= self.reward <= high):
+            raise ValueError(f"reward: {self.reward} is not a finite number in [{low}, {high}]")
 
     @property
     def cpu_seconds(self) -> float:
@@ -92,6 +94,7 @@ class PlainGrader(ABC):
 
     sealed = True
     keeps_own_limits = False
+    late_is_verdict = True
 
     def load(self, settings: Mapping[str, Any]) -> None:
         """Takes no settings."""
@@ -117,6 +120,11 @@ class Grader(Protocol):
     @property
     def keeps_own_limits(self) -> bool:
         """Whether `grade` bounds its own time; else the pool's time limit does."""
+        ...
+
+    @property
+    def late_is_verdict(self) -> bool:
+        """Whether the pool's time limit is the response's fault: TIMED_OUT, else no reward."""
         ...
 
     def load(self, settings: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from rollpacker.types import GraderKind
 from services.reward.graders.code import CodeGrader
+from services.reward.graders.custom import CustomGrader
 from services.reward.graders.grader import Grader
 from services.reward.graders.math import MathGrader
 from services.reward.graders.reasoning_gym import ReasoningGymGrader
@@ -22,6 +23,7 @@ def graders() -> Mapping[GraderKind, Grader]:
     offered: dict[GraderKind, Grader] = {
         GraderKind.MATH: MathGrader(),
         GraderKind.CODE: CodeGrader(),
+        GraderKind.CUSTOM: CustomGrader(),
     }
     if find_spec("reasoning_gym"):
         offered[GraderKind.REASONING_GYM] = ReasoningGymGrader()
