@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -87,11 +88,12 @@ def has_image(name: str) -> bool:
 def make_base_images(directory: Path) -> None:
     """The images that the Dockerfiles and compose.yaml start from."""
     if not has_image(BASE):
-        root = directory / "debian"
-        if not (root / "etc").exists():
-            run("debootstrap", "--variant=minbase", f"--include={_DEBIAN}", "bookworm", root)
         archive = directory / "debian.tar"
+        words = ("debootstrap", "--variant=minbase", f"--include={_DEBIAN}", "bookworm")
+        root = Path(tempfile.mkdtemp(prefix="debian-", dir=directory))
+        run(*words, root)
         run("tar", "--exclude=./var/cache/apt/*", "-C", root, "-cf", archive, ".")
+        shutil.rmtree(root)  # not reached when debootstrap fails: it may leave /proc mounted there
         run("docker", "import", archive, BASE)
         archive.unlink()
     if not has_image(REDIS):
