@@ -128,7 +128,7 @@ class SamplingSettings(Section):
 class RewardSettings(Section):
     """How responses are scored."""
 
-    grader: Literal["math", "code", "reasoning_gym", "custom"] = "math"
+    grader: Literal["math", "code", "judge", "reasoning_gym", "custom"] = "math"
     attempts: int = Field(3, ge=1, description="failures before a response goes without a reward")
     timeout_seconds: float = Field(60, gt=0, description="deadline of one try")
     unavailable_seconds: float = Field(

@@ -28,7 +28,7 @@ async def run(settings: RewardServiceSettings) -> None:
         settings.time_limit_seconds,
         settings.waiting_per_slot,
         settings.graders,
-        checked_graders=[GraderKind.CODE],
+        checked_graders=[GraderKind.CODE, GraderKind.JUDGE],
     )
     anchors = _shared_anchors(settings.redis_url)
     scheduler = RewardScheduler(pool, settings.timeouts, settings.recheck_share, anchors)

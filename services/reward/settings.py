@@ -52,6 +52,15 @@ class RewardServiceSettings(WorkerSettings):
     custom_urls: tuple[str, ...] = Field(
         (), description="remote reward functions, grader `custom`; others are refused"
     )
+    judge_url: str = Field(
+        "", description="OpenAI-compatible endpoint of the judge; default: there is no judge"
+    )
+    judge_model: str = Field("default", description="model that the endpoint serves")
+    judge_api_key: str = Field("", repr=False, description="sent to judge_url as a bearer token")
+    judge_attempts: int = Field(
+        3, ge=1, description="judge's replies without a usable score before there is no reward"
+    )
+    judge_timeout_seconds: float = Field(120.0, gt=0, description="of one reply of the judge")
     sandbox_memory_mib: int = Field(
         1024, ge=64, description="address space of a program; more is MEMORY_LIMIT"
     )
@@ -80,6 +89,13 @@ class RewardServiceSettings(WorkerSettings):
         )
         return {
             GraderKind.CODE: CodeSettings(sandbox, self.timeouts).as_json(),
+            GraderKind.JUDGE: {
+                "url": self.judge_url,
+                "model": self.judge_model,
+                "api_key": self.judge_api_key,
+                "attempts": self.judge_attempts,
+                "timeout_seconds": self.judge_timeout_seconds,
+            },
             GraderKind.CUSTOM: {"directory": self.custom_directory, "urls": self.custom_urls},
         }
 

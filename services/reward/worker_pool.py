@@ -135,7 +135,7 @@ class WorkerPool:
         try:
             await self._slots[0].ready_worker(kind)
         except GraderUnavailableError as error:
-            _log.error("%s is not offered: %s", kind.value, error)
+            _log.warning("%s is not offered: %s", kind.value, error)
             self.unavailable[kind] = str(error)
 
     async def stop(self) -> None:

@@ -180,7 +180,6 @@ async def test_an_extracted_answer_is_cut_to_200_characters() -> None:
     [
         ({"grader_kind": types_pb2.GRADER_KIND_UNSPECIFIED}, "grader_kind", "unset"),
         ({"grader_kind": 99}, "grader_kind", "99"),
-        ({"grader_kind": types_pb2.GRADER_KIND_JUDGE}, "grader_kind", "offered: math, code"),
         (
             {"grader_kind": types_pb2.GRADER_KIND_CODE, "response_text": "```python\n1\n```"},
             "reference_json",
@@ -305,6 +304,7 @@ async def test_get_reward_says_what_is_offered_and_how_busy_it_is() -> None:
             types_pb2.GRADER_KIND_MATH,
             types_pb2.GRADER_KIND_CODE,
             types_pb2.GRADER_KIND_CUSTOM,
+            types_pb2.GRADER_KIND_JUDGE,
             types_pb2.GRADER_KIND_REASONING_GYM,
         ]
         assert (idle.slot_count, idle.busy_slot_count, idle.worker_restart_count) == (2, 0, 0)

@@ -40,6 +40,7 @@ from services.reward.graders.grader import (
     GradingTask,
     Score,
 )
+from services.reward.graders.judge import declared_range
 
 STYLES_BY_FILE, STYLES_BY_URL = ("verl", "trl", "openrlhf"), ("openrlhf", "slime")
 _KEYS = (
@@ -228,13 +229,5 @@ def parse_reference(reference_json: str) -> CustomReference:
         raise BadReferenceError(f'function: {name!r} is not "file.py:name"')
     if not isinstance(values.get("columns", {}), dict):
         raise BadReferenceError("columns: must be an object of column names and values")
-    low, high = _range(values.get("range", [0, 1]))
+    low, high = declared_range(values.get("range", [0, 1]))
     return CustomReference(str(name or url), url is not None, style, low, high, values)
-
-
-def _range(value: Any) -> tuple[float, float]:
-    if isinstance(value, list) and len(value) == 2:
-        low, high = value
-        if all(type(each) in (int, float) and math.isfinite(each) for each in value) and low < high:
-            return float(low), float(high)
-    raise BadReferenceError(f"range: {value!r} is not [low, high] with low < high")

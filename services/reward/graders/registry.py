@@ -11,6 +11,7 @@ from rollpacker.types import GraderKind
 from services.reward.graders.code import CodeGrader
 from services.reward.graders.custom import CustomGrader
 from services.reward.graders.grader import Grader
+from services.reward.graders.judge import JudgeGrader
 from services.reward.graders.math import MathGrader
 from services.reward.graders.reasoning_gym import ReasoningGymGrader
 
@@ -24,6 +25,7 @@ def graders() -> Mapping[GraderKind, Grader]:
         GraderKind.MATH: MathGrader(),
         GraderKind.CODE: CodeGrader(),
         GraderKind.CUSTOM: CustomGrader(),
+        GraderKind.JUDGE: JudgeGrader(),
     }
     if find_spec("reasoning_gym"):
         offered[GraderKind.REASONING_GYM] = ReasoningGymGrader()
