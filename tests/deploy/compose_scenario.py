@@ -167,6 +167,12 @@ def test_coordinator_and_reward_hold_no_torch(stack: Stack) -> None:
         assert stack.inside(stack.containers(service)[0], code).stdout == f"{there}\n"
 
 
+def test_only_reward_may_make_the_namespaces_of_a_sandbox(stack: Stack) -> None:
+    code = "import subprocess; subprocess.run(['unshare', '--user', '--mount', 'true'], check=True)"
+    made = {s: stack.inside(stack.containers(s)[0], code).returncode == 0 for s in SERVICES}
+    assert [service for service, allowed in made.items() if allowed] == ["reward"]
+
+
 def test_reward_is_alone_with_the_coordinator_on_an_internal_network(stack: Stack) -> None:
     """That an internal network has no way out is the engine's part, by its firewall."""
     reward = stack.containers("reward")[0]
