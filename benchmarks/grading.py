@@ -8,7 +8,9 @@
 Ours grades as the service does. The others are measured where they are given: plain math-verify,
 verl's graders, slime's graders, each in a process of its own that is killed after --limit seconds
 at a case (the case counts as wrong: a hang is no verdict). One JSON line per grader, with the cases
-that it gets wrong; `raised` are those on which it raised.
+that it gets wrong; `raised` are those on which it raised. Graders that only read their own format
+(the DAPO ones want `Answer:`, deepscaler a `</think>`) lose the cases that are not in it. verl's
+math_verify.py is not measured: it calls math-verify, which is.
 """
 
 from __future__ import annotations
@@ -183,7 +185,7 @@ def others(packages: Path | None, slime: Path | None) -> Iterator[tuple[str, str
         yield "math-verify", _MATH_VERIFY
     if packages and (packages / "verl").is_dir():
         directory = packages / "verl" / "utils" / "reward_score"
-        for file in ("math_reward.py", "math_dapo.py", "math_verify.py"):
+        for file in ("math_reward.py", "math_dapo.py"):
             yield f"verl {file}", _VERL.replace("{file}", str(directory / file))
     if slime:
         directory = slime / "slime" / "rollout" / "rm_hub"

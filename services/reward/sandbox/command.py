@@ -112,12 +112,11 @@ def _libraries() -> list[BindMount]:
     """Shared libraries and this Python, without the packages of the service."""
     paths = [path for path in _LIBRARIES if Path(path).is_dir() and not Path(path).is_symlink()]
     prefix = Path(sys.base_prefix)
-    needed = [
-        Path(_executable()),
-        Path(sysconfig.get_path("stdlib")),
-        *prefix.glob("lib/libpython*"),
-    ]
-    for path in needed:
+    if any(prefix.glob("lib/libffi*")):  # such as conda's: it brings its own shared libraries
+        libraries = [prefix / "lib"]
+    else:
+        libraries = list(prefix.glob("lib/libpython*"))
+    for path in (Path(_executable()), *libraries, Path(sysconfig.get_path("stdlib"))):
         if not any(path.is_relative_to(known) for known in paths):
             paths.append(str(path))
     return [BindMount(path) for path in paths]
