@@ -232,12 +232,12 @@ def _supervise(child: Child, control: Control) -> bytes:
     exited = False
     while not (exited and child.stdout < 0):
         wait = _LONGEST_WAIT_SECONDS if exited else child.check_limits()
+        while frame := control.next_frame():  # some may have come together with the job
+            _take(child, frame)
         ready = _poll(child, control, wait)
         if control.descriptor in ready:
             control.flush()
             control.receive()
-        while frame := control.next_frame():
-            _take(child, frame)
         if child.stdin in ready:
             child.write()
         if child.stdout in ready and (output := child.read()):
