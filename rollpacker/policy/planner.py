@@ -24,11 +24,13 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from statistics import fmean
 
 _GRID = 40  # points of the integral over tokens
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
+# Shares of the groups at which bins meet: finer towards the longest, which cost the most.
+_EDGES = (*(0.03 * n for n in range(30)), *(0.9 + 0.1 * n / 30 for n in range(31)))
 
 
 def _always(age: float) -> float:  # noqa: ARG001
@@ -137,6 +139,16 @@ def choose_ladder(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Groups of neighbouring longest responses."""
+
+    mass: float  # share of all groups
+    key: float  # longest response, in tokens
+    tokens: float  # mean of a group
+    alive: tuple[float, ...]  # responses with more tokens than each point of the grid
+
+
 class GroupLaw:
     """The measured law of groups, in order of their longest response; immutable."""
 
@@ -154,6 +166,16 @@ class GroupLaw:
         self._alive = [self._behind(rows, weights, tokens) for tokens in self.grid]
         self._tokens = _behind([float(sum(row)) for row in rows], weights)
         self.prompt_share = _prompt_share(rows, weights)
+        self.bins = tuple(self._bin(low, high) for low, high in pairwise(_EDGES))
+
+    def _bin(self, low: float, high: float) -> Bin:
+        alive = tuple(
+            (self._mean_beyond(sums, low) * (1 - low) - self._mean_beyond(sums, high) * (1 - high))
+            / (high - low)
+            for sums in self._alive
+        )
+        middle = (low + high) / 2.0
+        return Bin(high - low, self.key_at(middle), self.tokens(low, high), alive)
 
     @staticmethod
     def _behind(rows: list[list[int]], weights: list[float], tokens: float) -> list[float]:
@@ -164,10 +186,6 @@ class GroupLaw:
         """Longest response of the group at this share, in tokens."""
         place = bisect.bisect_left(self.upto, share - 1e-12) - 1
         return self.keys[min(max(place, 0), len(self.keys) - 1)]
-
-    def alive(self, point: int, share: float) -> float:
-        """Responses with more than grid[point] tokens, per group beyond `share`."""
-        return self._mean_beyond(self._alive[point], share)
 
     def tokens(self, low: float, high: float) -> float:
         """Mean tokens of a group between two shares."""
@@ -196,17 +214,18 @@ def forecast(
     ages = [0.0]  # mean age in steps at which a level trains; its oldest draw is twice as old
     for level in range(1, len(rates)):
         ages.append(ages[-1] + total_rate / rates[level] / 2.0)
-    seconds, trained, low, reached = 0.0, 0.0, 0.0, 0.0
+    pool = [item.mass for item in law.bins]  # of what a level launches
+    seconds, trained, reached = 0.0, 0.0, 0.0
     for level, rate in enumerate(rates):
         factor = factors[level] if level < len(factors) else 1.0
-        high = low + (1.0 - low) / factor
-        carried = rules.acceptance(ages[level]) * reached
-        ends = _ends(rules, law, low, factor)
-        seconds += rate * fmean(
-            _round_seconds(rules, engine, law, low, factor, carried, end) for end in ends
-        )
-        trained += rate * _trained_tokens(rules, law, low, high, ages[level])
-        low, reached = high, law.key_at(high)
+        start = rules.acceptance(ages[level]) * reached
+        ends = _ends(rules, law, pool, factor)
+        seconds += rate * fmean(_round_seconds(rules, engine, law, pool, factor, start, ends))
+        kept, lost = _race(pool, 1.0 / factor)
+        trained += rate * _mean_tokens(law, kept)
+        reached = ends[1]
+        if level + 1 < len(rates):
+            pool = _again(rules, law, lost, ages[level + 1])
     mean_seconds = seconds / total_rate
     mean_tokens = trained / total_rate  # per group
     return Forecast(
@@ -218,44 +237,72 @@ def forecast(
     )
 
 
+def _race(pool: list[float], share: float) -> tuple[list[float], list[float]]:
+    """The shortest `share` of a pool, and the rest."""
+    kept, lost = [], []
+    for mass in pool:
+        won = min(mass, max(0.0, share))
+        share -= won
+        kept.append(won)
+        lost.append(mass - won)
+    return kept, lost
+
+
+def _again(rules: PlannerRules, law: GroupLaw, lost: list[float], age: float) -> list[float]:
+    """What the losers are when they are launched again: the same, or drawn afresh.
+
+    A fresh group is like the old one as far as the prompt decides, else like any group.
+    """
+    coupling = rules.coupling(age)
+    same = coupling + (1.0 - coupling) * law.prompt_share
+    total = sum(lost)
+    return [
+        same * mass / total + (1.0 - same) * item.mass
+        for mass, item in zip(lost, law.bins, strict=True)
+    ]
+
+
+def _mean_tokens(law: GroupLaw, pool: list[float]) -> float:
+    total = sum(mass * item.tokens for mass, item in zip(pool, law.bins, strict=True))
+    return total / sum(pool)
+
+
 def _round_seconds(
     rules: PlannerRules,
     engine: EngineMeasure,
     law: GroupLaw,
-    low: float,
+    pool: list[float],
     factor: float,
     start: float,
-    end: float,
-) -> float:
-    """Until the groups that it keeps have their longest response, of `end` tokens."""
+    ends: list[float],
+) -> list[float]:
+    """Until the groups that it keeps have their longest response: one for each of `ends`."""
     groups = factor * rules.prompts_per_step / engine.replicas
-    seconds = 0.0
+    seconds = [0.0] * len(ends)
     for point in range(_GRID):
-        first, last = max(law.grid[point], start), min(law.grid[point + 1], end)
+        first, last = max(law.grid[point], start), min(law.grid[point + 1], max(ends))
         if last <= first:
             continue
-        running = groups * law.alive(point, low)
+        alive = sum(mass * item.alive[point] for mass, item in zip(pool, law.bins, strict=True))
         # The fullest replica ends the round; groups are spread evenly, long responses are not.
-        running += math.sqrt(running)
+        running = groups * alive + math.sqrt(groups * alive)
         kv_tokens = running * (engine.prompt_tokens + (first + last) / 2.0)
-        seconds += (last - first) * engine.step_seconds(running, kv_tokens)
+        step = engine.step_seconds(running, kv_tokens)
+        for place, end in enumerate(ends):
+            seconds[place] += max(0.0, min(last, end) - first) * step
     return seconds
 
 
-def _trained_tokens(
-    rules: PlannerRules, law: GroupLaw, low: float, high: float, age: float
-) -> float:
-    """Mean tokens of a group that is trained `age` updates after it was selected as long."""
-    selected = law.tokens(low, min(high, 1.0))
-    if low <= 0.0 or age <= 0.0:
-        return selected
-    mean = law.tokens(0.0, 1.0)
-    fresh = mean + law.prompt_share * (law.tokens(low, 1.0) - mean)
-    kept = rules.coupling(age)
-    return kept * selected + (1.0 - kept) * fresh
+def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
+    """Longest response of the group at this share of a pool, in tokens."""
+    for mass, item in zip(pool, law.bins, strict=True):
+        share -= mass
+        if share <= 1e-12:
+            return item.key
+    return law.bins[-1].key
 
 
-def _ends(rules: PlannerRules, law: GroupLaw, low: float, factor: float) -> list[float]:
+def _ends(rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float) -> list[float]:
     """Longest needed response of a round, in tokens: three equally likely cases.
 
     The share of the launched groups that are short varies from round to round; where it matters
@@ -263,11 +310,11 @@ def _ends(rules: PlannerRules, law: GroupLaw, low: float, factor: float) -> list
     """
     launched = factor * rules.prompts_per_step
     if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
-        return [law.key_at(1.0 - (1.0 - low) * tail / launched) for tail in (0.2, 0.7, 1.8)]
+        return [_key_at(law, pool, 1.0 - tail / launched) for tail in (0.2, 0.7, 1.8)]
     kept = 1.0 / factor
     spread = 1.1 * math.sqrt(kept * (1.0 - kept) / launched)
     shares = (kept - spread, kept, min(1.0, kept + spread))
-    return [law.key_at(low + (1.0 - low) * share) for share in shares]
+    return [_key_at(law, pool, share) for share in shares]
 
 
 def _candidates(rules: PlannerRules, present: tuple[float, ...]) -> list[tuple[float, ...]]:
