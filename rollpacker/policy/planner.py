@@ -20,17 +20,15 @@ What never happens: a choice from anything but the arguments; a factor outside (
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from statistics import fmean
 
-_GRID = 40  # points of the integral over tokens
+from rollpacker.policy.group_law import GroupLaw, ObservedGroup
+
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
-# Shares of the groups at which bins meet: finer towards the longest, which cost the most.
-_EDGES = (*(0.03 * n for n in range(30)), *(0.9 + 0.1 * n / 30 for n in range(31)))
 
 
 def _always(age: float) -> float:  # noqa: ARG001
@@ -83,20 +81,6 @@ class EngineMeasure:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedGroup:
-    """A group as it was last seen: complete, or cut off when it was deferred."""
-
-    response_tokens: tuple[int, ...]
-    complete: bool
-    weight: float = 1.0  # less for older ones
-
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest response so far."""
-        return max(self.response_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """What a candidate is expected to do."""
 
@@ -137,69 +121,6 @@ def choose_ladder(
     return LadderChoice(
         best.factors, f"takes {_describe(best)} instead of {_describe(now)}: {len(groups)} groups"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Groups of neighbouring longest responses."""
-
-    mass: float  # share of all groups
-    key: float  # longest response, in tokens
-    tokens: float  # mean of a group
-    alive: tuple[float, ...]  # responses with more tokens than each point of the grid
-
-
-class GroupLaw:
-    """The measured law of groups, in order of their longest response; immutable."""
-
-    def __init__(self, groups: Sequence[ObservedGroup], cap: int) -> None:
-        kept = _redistributed(groups)
-        total = sum(weight for _, weight in kept)
-        self.keys = [float(group.longest) for group, _ in kept]
-        self.upto = [0.0]  # share of the groups before the i-th
-        for _, weight in kept:
-            self.upto.append(self.upto[-1] + weight / total)
-        top = math.log(cap + 1.0)
-        self.grid = [math.expm1(top * point / _GRID) for point in range(_GRID + 1)]
-        rows = [sorted(group.response_tokens) for group, _ in kept]
-        weights = [weight / total for _, weight in kept]
-        self._alive = [self._behind(rows, weights, tokens) for tokens in self.grid]
-        self._tokens = _behind([float(sum(row)) for row in rows], weights)
-        self.prompt_share = _prompt_share(rows, weights)
-        self.bins = tuple(self._bin(low, high) for low, high in pairwise(_EDGES))
-
-    def _bin(self, low: float, high: float) -> Bin:
-        alive = tuple(
-            (self._mean_beyond(sums, low) * (1 - low) - self._mean_beyond(sums, high) * (1 - high))
-            / (high - low)
-            for sums in self._alive
-        )
-        middle = (low + high) / 2.0
-        return Bin(high - low, self.key_at(middle), self.tokens(low, high), alive)
-
-    @staticmethod
-    def _behind(rows: list[list[int]], weights: list[float], tokens: float) -> list[float]:
-        counts = [float(len(row) - bisect.bisect_right(row, tokens)) for row in rows]
-        return _behind(counts, weights)
-
-    def key_at(self, share: float) -> float:
-        """Longest response of the group at this share, in tokens."""
-        place = bisect.bisect_left(self.upto, share - 1e-12) - 1
-        return self.keys[min(max(place, 0), len(self.keys) - 1)]
-
-    def tokens(self, low: float, high: float) -> float:
-        """Mean tokens of a group between two shares."""
-        upper = self._mean_beyond(self._tokens, high) * (1.0 - high) if high < 1.0 else 0.0
-        lower = self._mean_beyond(self._tokens, low) * (1.0 - low)
-        return (lower - upper) / (high - low)
-
-    def _mean_beyond(self, sums: list[float], share: float) -> float:
-        """Interpolated between groups, so that a share inside a group counts its part."""
-        place = min(max(bisect.bisect_right(self.upto, share) - 1, 0), len(self.keys) - 1)
-        width = self.upto[place + 1] - self.upto[place]
-        part = (share - self.upto[place]) / width if width > 0 else 0.0
-        total = sums[place] + (sums[place + 1] - sums[place]) * part
-        return total / max(1e-12, 1.0 - share)
 
 
 def forecast(
@@ -279,7 +200,7 @@ def _round_seconds(
     """Until the groups that it keeps have their longest response: one for each of `ends`."""
     groups = factor * rules.prompts_per_step / engine.replicas
     seconds = [0.0] * len(ends)
-    for point in range(_GRID):
+    for point in range(len(law.grid) - 1):
         first, last = max(law.grid[point], start), min(law.grid[point + 1], max(ends))
         if last <= first:
             continue
@@ -332,49 +253,6 @@ def _allowed(rules: PlannerRules, item: Forecast) -> bool:
         item.max_age <= rules.max_deferral_age
         and abs(item.length_ratio - 1.0) <= rules.length_tolerance
     )
-
-
-def _redistributed(groups: Sequence[ObservedGroup]) -> list[tuple[ObservedGroup, float]]:
-    """Complete groups by key; those that were cut off give their weight to the longer ones.
-
-    Behind the longest complete group there is none to give it to: it goes to that one.
-    """
-    ordered = sorted(groups, key=lambda group: (group.longest, not group.complete))
-    rest = sum(group.weight for group in ordered)
-    gain, kept = 1.0, []
-    for group in ordered:
-        if group.complete:
-            kept.append((group, group.weight * gain))
-        elif rest > group.weight:
-            gain *= rest / (rest - group.weight)
-        rest -= group.weight
-    missing = sum(group.weight for group in groups) - sum(weight for _, weight in kept)
-    longest, weight = kept[-1]
-    kept[-1] = (longest, weight + max(0.0, missing))
-    return kept
-
-
-def _behind(values: list[float], weights: list[float]) -> list[float]:
-    """Weighted sums from each place on."""
-    sums = [0.0]
-    for value, weight in zip(reversed(values), reversed(weights), strict=True):
-        sums.append(sums[-1] + value * weight)
-    return sums[::-1]
-
-
-def _prompt_share(rows: list[list[int]], weights: list[float]) -> float:
-    """How much of a group's distance from the mean a fresh group of its prompt would have.
-
-    Shrinkage of a group mean: between-prompt variance over the variance of group means.
-    """
-    size = len(rows[0])
-    mean = sum(weight * sum(row) / len(row) for row, weight in zip(rows, weights, strict=True))
-    of_means, within = 0.0, 0.0
-    for row, weight in zip(rows, weights, strict=True):
-        centre = sum(row) / len(row)
-        of_means += weight * (centre - mean) ** 2
-        within += weight * sum((tokens - centre) ** 2 for tokens in row) / max(1, len(row) - 1)
-    return max(0.0, 1.0 - within / size / of_means) if of_means > 0 else 0.0
 
 
 def _name(factors: tuple[float, ...]) -> str:

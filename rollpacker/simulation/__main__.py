@@ -87,8 +87,9 @@ def _calibrate(options: argparse.Namespace, parameters: Parameters) -> int:
 
 
 def _regret(options: argparse.Namespace, parameters: Parameters) -> int:
-    rows = list(regret_rows(parameters, options.steps))
-    for row in rows:
+    rows = []
+    for row in regret_rows(parameters, options.steps):
+        rows.append(row)
         _row(options, row)
     _row(options, summary_row(rows))
     return 0

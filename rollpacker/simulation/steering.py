@@ -9,12 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from rollpacker.policy.planner import (
-    EngineMeasure,
-    ObservedGroup,
-    PlannerRules,
-    choose_ladder,
-)
+from rollpacker.policy.group_law import ObservedGroup
+from rollpacker.policy.planner import EngineMeasure, PlannerRules, choose_ladder
 from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.simulation.engine_speed import EngineSpeed
 from rollpacker.simulation.scenario import Drift

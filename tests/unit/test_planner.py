@@ -7,14 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.policy.planner import (
-    EngineMeasure,
-    GroupLaw,
-    ObservedGroup,
-    PlannerRules,
-    choose_ladder,
-    forecast,
-)
+from rollpacker.policy.group_law import GroupLaw, ObservedGroup
+from rollpacker.policy.planner import EngineMeasure, PlannerRules, choose_ladder, forecast
 
 RULES = PlannerRules(16, 4, 8192)
 ENGINE = EngineMeasure(4, 0.01, 2e-4, 1e-8, 1_000_000, 100)
