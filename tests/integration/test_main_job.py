@@ -121,6 +121,15 @@ async def test_kills_of_replicas_amid_their_streams_change_nothing(job: Job) -> 
     await assert_undisturbed(job, run_id)
 
 
+async def test_a_kill_of_everything_at_once_changes_nothing(job: Job) -> None:
+    """The run goes on from what Redis has on disk, and from the checkpoint."""
+    run_id, real = "kill-all", job.real
+    await real.start(run_id, job.values)
+    await real.reach(run_id, Moment(7, OUTCOME))
+    await asyncio.gather(*map(real.kill, real.stack.pids))
+    await assert_undisturbed(job, run_id)
+
+
 async def test_kills_between_the_update_and_its_commit_change_nothing(job: Job) -> None:
     """The coordinator is stopped before its commit, while the trainer records the result."""
     run_id, real = "kill-between", job.real
