@@ -188,9 +188,12 @@ class Round:
 
     def _finished(self, event: ResponseFinished) -> list[Command]:
         group = self._group(event.draw)
-        if group.state is not GroupState.RUNNING or event.index in group.finished:
+        if event.index in group.finished:
             return []
-        self._replicas[group.replica_id].used -= 1
+        if group.state is GroupState.RUNNING:
+            self._replicas[group.replica_id].used -= 1
+        elif group.state is not GroupState.WAITING:  # there: late news of a replica that is lost
+            return []
         decoded = event.tokens - event.carried_tokens
         group.finished[event.index] = event.tokens
         group.launch_finished_tokens += event.tokens
@@ -207,6 +210,9 @@ class Round:
 
     def _complete(self, group: Group, at: float) -> list[Command]:
         surplus = group.response_count > len(group.finished)
+        if group.state is GroupState.WAITING:
+            self._waiting.remove(group.draw.id)
+            surplus = False  # nothing runs
         self._release(group)
         group.state = GroupState.COMPLETE
         self._complete_count += 1

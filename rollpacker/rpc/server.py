@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rollpacker.rpc import errors
 from rollpacker.rpc.security import Security, TokenInterceptor, TokenTable
+from rollpacker.tasks import end_tasks
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _GRACE_SECONDS = 2.0
@@ -117,9 +118,7 @@ async def serve(
             if task is not stopped:
                 task.result()
     finally:
-        for task in (*tasks, stopped):
-            task.cancel()
-        await asyncio.gather(*tasks, stopped, return_exceptions=True)
+        await end_tasks(*tasks, stopped)
         await server.stop()
 
 

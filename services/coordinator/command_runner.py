@@ -44,6 +44,7 @@ from rollpacker.policy.events import (
 from rollpacker.policy.round import Round
 from rollpacker.rpc.client import stream
 from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, UnavailableError
+from rollpacker.tasks import end_tasks
 from rollpacker.types import (
     Draft,
     DrawId,
@@ -136,10 +137,7 @@ class CommandRunner:
                 checked_drafts=tuple(self._carry_over.checked),
             )
         finally:
-            tasks = [*self._tasks]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
 
     async def _loop(self) -> FinishRound:
         while True:
@@ -194,10 +192,7 @@ class CommandRunner:
 
     async def _stop_streams_of(self, replica_id: str) -> None:
         """A lost replica's groups go on elsewhere; its streams must not speak for them any more."""
-        stale = [task for name, task in self._streams.values() if name == replica_id]
-        for task in stale:
-            task.cancel()
-        await asyncio.gather(*stale, return_exceptions=True)
+        await end_tasks(*(task for name, task in self._streams.values() if name == replica_id))
 
     async def _generate(self, draw: DrawId, replica_id: str, indices: tuple[int, ...]) -> None:
         missing = set(indices)
@@ -252,6 +247,8 @@ class CommandRunner:
         timing = wire.timing_from_proto(message.finished.timing)
         text = self._context.tokenizer.decode(response.token_ids)
         missing.discard(response.index)
+        if (draw, response.index) in self._collected:
+            return  # its news was still under way when the draw was launched again
         self._collected[draw, response.index] = CollectedResponse(response, timing, text)
         self._carry_over.finished(draw, response)
         tokens, carried = len(response.token_ids), response.carried_token_count

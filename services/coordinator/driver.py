@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -112,7 +113,7 @@ class RunDriver:
         )
         if not ended_early or self.stop_mode == "drain":
             await self._validate(state)
-        await asyncio.to_thread(self._context.outputs.finish)
+        await _in_thread(self._context.outputs.finish)
         return "stopped" if ended_early else "succeeded"
 
     async def abandon(self, step: int) -> None:
@@ -375,7 +376,7 @@ class RunDriver:
         record = await self._store.record(step)
         if record is not None and groups:
             ordered = [groups[draw.id] for draw in record.draws]
-            await asyncio.to_thread(self._context.outputs.write_step, record, ordered)
+            await _in_thread(partial(self._context.outputs.write_step, record, ordered))
         if record is not None:
             await self._drafts.delete(draw.id for draw in record.draws)
         await self._store.forget_step(step)
@@ -395,6 +396,21 @@ class RunDriver:
 
     def _report(self, phase: str, record: StepRecord) -> None:
         self._context.on_progress(RoundProgress.of_record(record, phase))
+
+
+async def _in_thread(write: Callable[[], object]) -> None:
+    """Let a thread write files. Cancelled, it still waits for the end: the next driver of the run
+    must not meet a writer."""
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    cancelled: asyncio.CancelledError | None = None
+    while not writing.done():
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    writing.result()
 
 
 def sampling_parameters(settings: RunSettings, data: RunData) -> SamplingParameters:

@@ -24,6 +24,7 @@ from rollpacker.rpc.errors import (
     ServiceError,
     UnavailableError,
 )
+from rollpacker.tasks import end_tasks
 from rollpacker.types import EngineSpec
 from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from services.coordinator.workers import Worker, WorkerRegistry
@@ -53,8 +54,11 @@ class ReplicaSet:
         return sorted(self._serving)
 
     def channel(self, replica_id: str) -> grpc.aio.Channel:
-        """Where a serving replica is."""
-        return self._serving[replica_id].channel
+        """Where a serving replica is. Raises UnavailableError when it was lost in between."""
+        worker = self._serving.get(replica_id)
+        if worker is None:
+            raise UnavailableError("REPLICA_LOST", f"replica {replica_id} does not serve any more")
+        return worker.channel
 
     def lost(self, replica_id: str) -> bool:
         """Forget a replica; False if it was not serving."""
@@ -67,8 +71,7 @@ class ReplicaSet:
                 self._check_leases(tell)
                 await self._workers.wait_for_change(_POLL_SECONDS)
         finally:
-            for task in self._bringing_up.values():
-                task.cancel()
+            await end_tasks(*self._bringing_up.values())
 
     def _check_leases(self, tell: Callable[[Event | BaseException], None]) -> None:
         alive = {

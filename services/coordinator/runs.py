@@ -35,6 +35,7 @@ from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
 from rollpacker.store.lease import CoordinatorLease
 from rollpacker.store.records import RunState
 from rollpacker.store.run_store import RunStore, StaleFenceError, list_run_ids
+from rollpacker.tasks import end_tasks
 from services.coordinator.command_runner import RoundFailedError
 from services.coordinator.driver import RunContext, RunDriver
 from services.coordinator.outputs import RunDirectoryError, RunOutputs
@@ -114,9 +115,7 @@ class Runs:
 
     async def _halt(self) -> None:
         """Stop driving; the run stays open and is resumed by the next coordinator."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     # --- what the RPCs ask for ----------------------------------------------------------------
 
@@ -161,10 +160,20 @@ class Runs:
         await RunStore(self._redis, run_id).set_status(
             self._require_lease(), "stopping", stop_mode=mode
         )
-        if mode == "immediately" and self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if mode == "immediately":
+            await self._stop_at_once(run_id, self._driver)
         return await self.get(run_id)
+
+    async def _stop_at_once(self, run_id: str, driver: RunDriver) -> None:
+        await end_tasks(self._task)
+        state = await self.get(run_id)
+        if state.status not in _OPEN:  # it came to its end by itself
+            return
+        try:
+            await driver.abandon(state.step)
+        except ServiceError as error:
+            _log.warning("step %d of run %s is not abandoned: %s", state.step, run_id, error)
+        await RunStore(self._redis, run_id).set_status(self._require_lease(), "stopped")
 
     async def get(self, run_id: str) -> RunState:
         """The committed state of a run. Raises NotFoundError."""
@@ -237,11 +246,6 @@ class Runs:
             status = await driver.run()
             await store.set_status(fence, status)
             _log.info("run %s has %s", run_id, status)
-        except asyncio.CancelledError:
-            if driver.stop_mode == "immediately":
-                await self._abandon(driver, run_id)
-                await store.set_status(fence, "stopped")
-            raise
         except StaleFenceError:
             _log.error("run %s is driven by another coordinator now", run_id)
         except (ServiceError, RoundFailedError, RedisError, OSError, ValueError) as error:
@@ -256,13 +260,6 @@ class Runs:
             raise
         finally:
             self._active, self._driver, self._task, self.progress = "", None, None, None
-
-    async def _abandon(self, driver: RunDriver, run_id: str) -> None:
-        state = await self.get(run_id)
-        try:
-            await driver.abandon(state.step)
-        except ServiceError as error:
-            _log.warning("step %d of run %s is not abandoned: %s", state.step, run_id, error)
 
     async def _set_failed(self, run_id: str, reason: str) -> None:
         try:

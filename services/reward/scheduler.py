@@ -29,6 +29,7 @@ from typing import Protocol, Self
 from redis.exceptions import RedisError
 
 from rollpacker.policy.timeouts import TimeoutRules
+from rollpacker.tasks import end_tasks
 from rollpacker.types import GraderKind, Verdict
 from services.reward import grading
 from services.reward.graders.grader import (
@@ -120,8 +121,7 @@ class RewardScheduler:
         trace: TracebackType | None,
     ) -> None:
         assert self._task
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def grade(self, run_id: str, prompt_id: str, task: GradingTask) -> GradingOutcome:
         """Score one response. Raises what `grading.grade` and `WorkerPool.grade` raise."""

@@ -28,6 +28,7 @@ from rollpacker.rpc.errors import (
     UnavailableError,
 )
 from rollpacker.store.sample_stream import START, SampleStream
+from rollpacker.tasks import end_tasks
 from rollpacker.types import DrawId, InvalidResponseError, PromptGroup
 from rollpacker.wire import WireError
 from services.trainer.leader import Leader
@@ -151,8 +152,7 @@ class OpenStep:
         self.accumulate_seconds += time.monotonic() - start
 
     async def _stop_reading(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await end_tasks(self._reader)
 
     async def _notify(self) -> None:
         async with self._moved:

@@ -27,6 +27,7 @@ from rollpacker.rpc.errors import (
 from rollpacker.rpc.server import RpcServer
 from rollpacker.store import keys
 from rollpacker.store.draft_store import DraftStore
+from rollpacker.tasks import end_tasks
 from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
@@ -73,9 +74,14 @@ class Coordinator:
         return (await call(lambda: self.stub.StopRun(request, timeout=30))).run
 
     async def until_ended(self, run_id: str = "r", *, succeeded: bool = True) -> pb.Run:
-        async with asyncio.timeout(60):
-            while (run := await self.get(run_id)).state not in ENDED:
-                await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(60):
+                while (run := await self.get(run_id)).state not in ENDED:
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            for task in asyncio.all_tasks():  # where it hangs
+                task.print_stack(limit=2)
+            raise
         if succeeded:
             assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
         return run
@@ -148,8 +154,7 @@ async def coordinator(
     try:
         yield Coordinator(stub, runs, workers, task)
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
         await channel.close()
         await server.stop()
         await workers.close()

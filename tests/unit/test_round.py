@@ -294,6 +294,24 @@ def test_a_finished_group_waits_for_those_that_may_still_be_shorter() -> None:
     assert (finish.rollout_seconds, finish.race_wait_seconds) == (9, 8)
 
 
+@pytest.mark.parametrize("relaunched", [False, True])
+def test_late_news_of_a_lost_replica_counts_once(relaunched: bool) -> None:
+    rules = TailBatchingRules(1, 2)
+    round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 2), [Draw(0, "x", (1, 2))])
+    draw = DrawId(0, "x")
+    round_.handle(ReplicaJoined(0, "a", 8))
+    round_.handle(ReplicaLost(1, "a"))
+    if relaunched:
+        assert round_.handle(ReplicaJoined(2, "b", 8)) == [LaunchGroup(draw, "b", (0, 1))]
+    assert round_.handle(ResponseFinished(3, draw, 0, 5)) == [ScoreResponse(draw, 0)]
+    assert round_.handle(ResponseFinished(4, draw, 0, 5)) == []
+    assert round_.handle(ResponseFinished(5, draw, 1, 7)) == [ScoreResponse(draw, 1)]
+    if not relaunched:
+        assert round_.handle(ReplicaJoined(6, "b", 8)) == []
+    round_.handle(ResponseScored(7, draw, 0, 1.0))
+    assert isinstance(round_.handle(ResponseScored(8, draw, 1, 0.0))[-1], FinishRound)
+
+
 def test_reward_latency_never_decides_who_is_kept() -> None:
     rules = TailBatchingRules(1, 1, (2.0,))
     draws = [Draw(0, name, (1,)) for name in ("x", "y")]
