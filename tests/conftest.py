@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis  # noqa: F401  loaded before any thread: see CPython gh-106905
 import pytest
 import redis
 import redis.asyncio
