@@ -59,7 +59,8 @@ def train(replica: Replica, step: int) -> None:
     packer = StreamPacker(1, 96)
     for index in range(5):
         packer.add(make_group(10 * step + index, step))
-    replica.execute(Accumulate(packer.flush()[0]))
+    ((window,),) = packer.flush()  # one replica of one rank
+    replica.execute(Accumulate(window))
     replica.execute(Update())
 
 
