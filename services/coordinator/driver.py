@@ -273,6 +273,8 @@ class RunDriver:
             spec,
             self._context.fence,
             needs_replay=self._rules.keeps_seeds and self._rules.levels > 0,
+            group_count=len(draws),
+            response_count=planned.response_count,
         )
 
         cap = self._sampling.max_response_tokens

@@ -39,9 +39,19 @@ class ReplicaSet:
     """The replicas of a run, at one spec."""
 
     def __init__(
-        self, workers: WorkerRegistry, spec: EngineSpec, fence: int, *, needs_replay: bool
+        self,
+        workers: WorkerRegistry,
+        spec: EngineSpec,
+        fence: int,
+        *,
+        needs_replay: bool,
+        group_count: int,
+        response_count: int,
     ) -> None:
+        """`group_count` groups of `response_count` responses are to be shared out."""
         self._workers = workers
+        self._group_count = group_count
+        self._response_count = response_count
         self._spec = spec
         self._fence = fence
         self._needs_replay = needs_replay
@@ -101,9 +111,17 @@ class ReplicaSet:
         else:
             self._serving[worker.worker_id] = worker
             self.first_ready_at = self.first_ready_at or time.monotonic()
-            slots, kv_budget = max(1, stats.slot_count), stats.kv_budget_tokens
-            tell(ReplicaJoined(time.monotonic(), worker.worker_id, slots, kv_budget))
+            capacity = min(max(1, stats.slot_count), self._fair_share())
+            tell(
+                ReplicaJoined(time.monotonic(), worker.worker_id, capacity, stats.kv_budget_tokens)
+            )
         del self._bringing_up[worker.worker_id]
+
+    def _fair_share(self) -> int:
+        """Responses of a replica when all take equally many groups: the first one that is ready
+        must not take the work of those that are still coming up."""
+        alive = len(self._workers.alive(coordinator_service_pb2.WORKER_KIND_ROLLOUT))
+        return -(-self._group_count // max(1, alive)) * self._response_count
 
     async def _apply(self, worker: Worker) -> rollout_service_pb2.EngineStats:
         """Bring one replica to the spec; returns its limits."""

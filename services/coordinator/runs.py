@@ -86,7 +86,7 @@ class Runs:
                 if not await self._lease.renew(fence):
                     raise LeaseLostError(
                         f"coordinator {self._settings.coordinator_id} has lost its lease:"
-                        " another one is at work"
+                        " it ran out, or another one has taken over"
                     )
         finally:
             await self._halt()

@@ -79,7 +79,14 @@ class Validator:
             prompts=self._prompts,
             tokenizer=self._context.data.tokenizer,
         )
-        replicas = ReplicaSet(self._context.workers, spec, self._context.fence, needs_replay=False)
+        replicas = ReplicaSet(
+            self._context.workers,
+            spec,
+            self._context.fence,
+            needs_replay=False,
+            group_count=len(self._draws),
+            response_count=count,
+        )
         runner = CommandRunner(
             Round(rules, plan, self._draws), context, replicas, self._rewards, _ignore, _no_progress
         )

@@ -63,6 +63,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.decoded_tokens = 0
         self.running = 0
         self.slots = 6
+        self.group_count = 0  # streams so far
 
     def _check_fence(self, fence: int) -> None:
         if fence < self.fence:
@@ -96,6 +97,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         taken_over, told = dict(held), dict.fromkeys(whole, 0)
         open_ones = set(whole)
         self.running += 1
+        self.group_count += 1
         try:
             for index in [i for i in open_ones if held[i] == len(whole[i])]:
                 yield self._finished(request, index, whole[index], taken_over, accepted)

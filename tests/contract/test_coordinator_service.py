@@ -386,6 +386,18 @@ async def test_what_a_draining_replica_hands_back_goes_on_and_is_not_sampled_twi
     assert generated[0] >= trained_tokens
 
 
+async def test_a_replica_with_room_for_everything_leaves_the_others_their_share(
+    cluster: Cluster,
+) -> None:
+    for rollout in cluster.rollouts:
+        rollout.slots = 4096
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        await c.until_ended()
+    counts = [rollout.group_count for rollout in cluster.rollouts]
+    assert min(counts) >= sum(counts) // 3
+
+
 async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=40)
     expected = await undisturbed(cluster, values)
