@@ -233,6 +233,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError([(str(path), f"cannot be read: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise SettingsError([(str(path), "is not UTF-8 text; give a YAML file")]) from error
     except yaml.YAMLError as error:
         raise SettingsError([(str(path), f"is not YAML: {error}")]) from error
     if not isinstance(values, dict):

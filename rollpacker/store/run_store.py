@@ -71,6 +71,8 @@ return 1
 _SET_STATUS = (
     _CHECK_FENCE
     + """
+local now = redis.call('HGET', KEYS[1], 'status')
+if ARGV[2] == 'stopping' and now ~= 'running' and now ~= 'stopping' then return 0 end
 redis.call('HSET', KEYS[1], 'status', ARGV[2], 'failure', ARGV[3], 'stop_mode', ARGV[4])
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', 'kind', 'run', 'value', ARGV[2])
 return 1
@@ -148,7 +150,10 @@ class RunStore:
     async def set_status(
         self, fence: int, status: str, *, failure: str = "", stop_mode: str = ""
     ) -> None:
-        """Change where the run is in its life. Raises StaleFenceError."""
+        """Change where the run is in its life. Raises StaleFenceError.
+
+        A run that has ended does not become "stopping" any more: then nothing changes.
+        """
         await self._run(
             _SET_STATUS,
             [self._state, keys.events(self.run_id)],

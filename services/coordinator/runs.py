@@ -67,6 +67,7 @@ class Runs:
         )
         self._fence: int | None = None
         self._active: str = ""
+        self._scanned = asyncio.Event()  # an open run would have been found by now
         self._driver: RunDriver | None = None
         self._task: asyncio.Task[None] | None = None
         self.progress: RoundProgress | None = None  # of the active run
@@ -81,6 +82,7 @@ class Runs:
         fence = await self._take_lease()
         try:
             await self._resume_open_run()
+            self._scanned.set()
             while True:
                 await asyncio.sleep(self._settings.coordinator_lease_seconds / 3)
                 if not await self._lease.renew(fence):
@@ -132,6 +134,7 @@ class Runs:
         if validate_only:
             return await self._new_state(run_id, settings)
         self._require_lease()
+        await self._scanned.wait()
         store = RunStore(self._redis, run_id)
         state = await store.load()
         if state is not None and state.settings != resolved:
@@ -156,12 +159,13 @@ class Runs:
         state = await self.get(run_id)
         if run_id != self._active or self._driver is None or state.status not in _OPEN:
             return state
-        self._driver.stop_mode = mode
+        driver = self._driver
+        driver.stop_mode = mode
         await RunStore(self._redis, run_id).set_status(
             self._require_lease(), "stopping", stop_mode=mode
         )
         if mode == "immediately":
-            await self._stop_at_once(run_id, self._driver)
+            await self._stop_at_once(run_id, driver)
         return await self.get(run_id)
 
     async def _stop_at_once(self, run_id: str, driver: RunDriver) -> None:
@@ -211,7 +215,11 @@ class Runs:
         await store.create(await self._new_state(store.run_id, settings))
         await store.set_status(self._require_lease(), "running")
         state = await self.get(store.run_id)
-        await self._begin(state)
+        try:
+            await self._begin(state)
+        except ServiceError as error:
+            await self._set_failed(store.run_id, str(error))
+            raise
         return state
 
     async def _begin(self, state: RunState) -> None:

@@ -127,10 +127,14 @@ class TrainerClient:
         away_seconds: float = _AWAY_SECONDS,
     ) -> Result:
         worker = await self._workers.least_busy(coordinator_service_pb2.WORKER_KIND_TRAINER)
-        stub = trainer_service_pb2_grpc.TrainerServiceStub(worker.channel)
-        return await call_until(
-            lambda: make(stub), seconds=away_seconds, what=f"the trainer ({what})"
-        )
+
+        def attempt() -> Awaitable[Result]:
+            """On the trainer that is alive now: it may have come back at another address."""
+            alive = self._workers.alive(coordinator_service_pb2.WORKER_KIND_TRAINER)
+            channel = (alive[0] if alive else worker).channel
+            return make(trainer_service_pb2_grpc.TrainerServiceStub(channel))
+
+        return await call_until(attempt, seconds=away_seconds, what=f"the trainer ({what})")
 
 
 def _trainer_settings(settings: RunSettings) -> Struct:

@@ -46,6 +46,7 @@ class WorkerRegistry:
         self._wait_seconds = wait_seconds
         self._clock = clock
         self._workers: dict[str, Worker] = {}
+        self._retired: list[grpc.aio.Channel] = []
         self._changed = asyncio.Event()
 
     async def heartbeat(
@@ -63,7 +64,7 @@ class WorkerRegistry:
             worker.engine_stats, worker.lease_end = engine_stats, lease_end
         else:
             if worker is not None:
-                await worker.channel.close()
+                self._retired.append(worker.channel)  # calls under way end by themselves
             was_alive = False
             worker = Worker(
                 worker_id, address, kind, engine_stats, lease_end, open_channel(address)
@@ -113,8 +114,8 @@ class WorkerRegistry:
 
     async def close(self) -> None:
         """Close every channel."""
-        for worker in self._workers.values():
-            await worker.channel.close()
+        for channel in [*self._retired, *(worker.channel for worker in self._workers.values())]:
+            await channel.close()
 
     def _is_alive(self, worker: Worker) -> bool:
         return worker.lease_end > self._clock()

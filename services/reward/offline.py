@@ -146,12 +146,15 @@ async def _grade_row(pool: WorkerPool, name: str, task: GradingTask) -> GradedLi
 
 
 def _read(path: Path, to_row: Callable[[str, dict[str, Any]], Row]) -> list[Row]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise GradeFileError(f"{path}: is not UTF-8 text; give a JSONL file") from error
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                place = f"{path}, line {number}"
-                rows.append(to_row(place, _object(place, line)))
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            rows.append(to_row(place, _object(place, line)))
     return rows
 
 

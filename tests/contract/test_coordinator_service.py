@@ -286,6 +286,7 @@ async def test_a_lost_optimizer_rewinds_the_run_to_the_checkpoint_and_supersedes
         await c.start(values)
         while (await c.get()).step < 5:
             await asyncio.sleep(0.005)
+    await asyncio.sleep(0.2)  # a FinishStep that was under way comes to its end
     disk = cluster.trainer.disk
     for version in [v for v in disk.snapshots if v > 2]:
         del disk.snapshots[version]
