@@ -22,8 +22,8 @@ valid name. Paths in a file are relative to the file. Written from `rollpacker/s
 `python -m rollpacker.settings_reference > docs/run_settings.md`.
 
 A row of the data file is a JSON object: `prompt` (text, or a list of chat messages), `answer` (or
-`reference`, the grader's own object), and optionally `prompt_id` (else the line number) and
-`grader`.
+`reference`, the grader's own object), and optionally `prompt_id` (else the line number), `grader`,
+and `answer_after` (the answer is what follows its only occurrence in the response).
 """
 
 

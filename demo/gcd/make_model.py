@@ -6,8 +6,8 @@ A small Llama learns from demonstrations, in two phases:
 2. mixed: six of ten demonstrations skip the trace and jump to the answer, so that the model
    mostly guesses, and guesses badly. That is what reinforcement learning starts from.
 
-Seeded, on one thread: the same machine and library versions give the same file. (The model that the
-repository ships was made with other lengths of the phases.) Some minutes on an
+Seeded, on one thread. The model that the repository ships was made with other lengths of the phases
+(1200 and 80 steps), so this makes one of the same kind and not the same file. Some minutes on an
 idle core.
 """
 
