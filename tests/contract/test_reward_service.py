@@ -117,7 +117,9 @@ async def test_code_is_run_and_its_cpu_and_wall_time_reported() -> None:
         right = await service.score(**request)
         assert (right.reward, right.verdict) == (1.0, types_pb2.VERDICT_CORRECT)
         cpu = right.program_cpu.ToNanoseconds()
-        assert 0 < cpu < right.program_wall.ToNanoseconds() < right.elapsed.ToNanoseconds()
+        # CPU and wall time come from different clocks: neither bounds the other to the microsecond.
+        assert cpu > 0
+        assert 0 < right.program_wall.ToNanoseconds() < right.elapsed.ToNanoseconds()
         assert dict(right.breakdown) == {"tests": 2, "tests_passed": 2}
         assert (
             await health(service, f"{SERVICE_NAME}/code") == health_pb2.HealthCheckResponse.SERVING
