@@ -69,18 +69,65 @@ def load_prompts(
                 " own, or leave the column out",
             )
         rows_by_id[prompt_id] = row.number
-        text, token_ids = _tokenized(row, tokenizer, apply_chat_template)
-        if len(token_ids) > max_prompt_tokens:
-            raise row.error(
-                "prompt",
-                f"has {len(token_ids)} tokens, more than data.max_prompt_tokens"
-                f" {max_prompt_tokens}; shorten it or raise the limit",
+        prompts.append(
+            _prompt(
+                row,
+                prompt_id,
+                tokenizer,
+                default_grader=default_grader,
+                apply_chat_template=apply_chat_template,
+                max_prompt_tokens=max_prompt_tokens,
             )
-        grader = _grader(row, default_grader)
-        prompts.append(Prompt(prompt_id, token_ids, text, grader, _reference_json(row, grader)))
+        )
     if not prompts:
         raise DataError(path, "holds no rows; write one JSON object per line")
     return prompts
+
+
+def parse_row(
+    values: Mapping[str, Any],
+    number: int,
+    tokenizer: TextTokenizer,
+    *,
+    default_grader: GraderKind,
+    apply_chat_template: bool = False,
+    max_prompt_tokens: int = 4096,
+) -> Prompt:
+    """One row that came by another way than a file: row `number` of a request.
+
+    It needs a `prompt_id`. Raises DataError.
+    """
+    row = _Row(Path("rows"), number, values)
+    if values.get("prompt_id") is None:
+        raise row.error("prompt_id", "is missing; a row that is added needs its own")
+    return _prompt(
+        row,
+        _prompt_id(row),
+        tokenizer,
+        default_grader=default_grader,
+        apply_chat_template=apply_chat_template,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+
+
+def _prompt(
+    row: _Row,
+    prompt_id: str,
+    tokenizer: TextTokenizer,
+    *,
+    default_grader: GraderKind,
+    apply_chat_template: bool,
+    max_prompt_tokens: int,
+) -> Prompt:
+    text, token_ids = _tokenized(row, tokenizer, apply_chat_template)
+    if len(token_ids) > max_prompt_tokens:
+        raise row.error(
+            "prompt",
+            f"has {len(token_ids)} tokens, more than data.max_prompt_tokens"
+            f" {max_prompt_tokens}; shorten it or raise the limit",
+        )
+    grader = _grader(row, default_grader)
+    return Prompt(prompt_id, token_ids, text, grader, _reference_json(row, grader))
 
 
 def _read_rows(path: Path) -> Iterator[_Row]:

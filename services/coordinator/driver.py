@@ -12,29 +12,22 @@ order, so the same draws are trained with the same seeds in the same steps.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-
-from redis.asyncio import Redis
+from collections.abc import Sequence
 
 from rollpacker.data.dataset import DataCursor
 from rollpacker.data.run_data import RunData
-from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
 from rollpacker.sampling import response_seeds
 from rollpacker.settings import RunSettings
 from rollpacker.store.draft_store import DraftStore
-from rollpacker.store.records import RunState, StepOutcome, state_from_json, state_to_json
+from rollpacker.store.records import RunState, StepOutcome, state_to_json
 from rollpacker.store.run_store import RunStore
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import (
-    DeferredDraw,
     Draw,
     DrawId,
     EngineSpec,
@@ -44,36 +37,22 @@ from rollpacker.types import (
     StepRecord,
     StepResult,
 )
-from rollpacker.v1 import trainer_service_pb2
 from services.coordinator.command_runner import CommandRunner, RoundResult
 from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.modes import tail_batching_rules
-from services.coordinator.outputs import RunOutputs
+from services.coordinator.outcome import finished_record, round_outcome
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
+from services.coordinator.resuming import Resuming
 from services.coordinator.reward_client import RewardClient
 from services.coordinator.round_context import RoundContext
-from services.coordinator.step_metrics import carry_over_metrics, next_totals, round_metrics
+from services.coordinator.run_context import RunContext
+from services.coordinator.step_files import StepFiles, in_thread
 from services.coordinator.trainer_client import RewindError, TrainerClient
 from services.coordinator.validation import Validator
-from services.coordinator.workers import WorkerRegistry
 
 _STOPS = ("after_step", "immediately")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """What a run is made of."""
-
-    run_id: str
-    settings: RunSettings
-    data: RunData
-    redis: Redis
-    workers: WorkerRegistry
-    outputs: RunOutputs
-    fence: int
-    on_progress: Callable[[RoundProgress], None]
 
 
 class RunDriver:
@@ -91,6 +70,8 @@ class RunDriver:
         )
         self._sampling = sampling_parameters(context.settings, context.data)
         self._validator = Validator(context, self._rewards, self._sampling)
+        self._files = StepFiles(context)
+        self._resuming = Resuming(context, self._trainer, self._files)
         self.stop_mode = ""
 
     async def run(self) -> str:
@@ -98,13 +79,14 @@ class RunDriver:
 
         Raises ServiceError, RoundFailedError, StaleFenceError: the run cannot go on here.
         """
-        state = await self._resume()
+        state = await self._resuming.resume()
+        self.stop_mode = self.stop_mode or state.stop_mode
         while self.stop_mode not in _STOPS:
             state = await self._validated(state)
             try:
                 next_state = await self._step(state)
             except RewindError as error:
-                next_state = await self._reconcile(state, error.opened)
+                next_state = await self._resuming.reconcile(state, error.opened)
             if next_state is None:
                 break
             state = next_state
@@ -113,60 +95,12 @@ class RunDriver:
         )
         if not ended_early or self.stop_mode == "drain":
             await self._validate(state)
-        await _in_thread(self._context.outputs.finish)
+        await in_thread(self._context.outputs.finish)
         return "stopped" if ended_early else "succeeded"
 
     async def abandon(self, step: int) -> None:
         """After a cancelled `run`: let the trainer drop the open step."""
         await self._trainer.abandon_step(step)
-
-    # --- resuming -----------------------------------------------------------------------------
-
-    async def _resume(self) -> RunState:
-        """Claim the run and bring state, trainer and outputs to one point."""
-        await self._store.claim(self._context.fence)
-        state = await self._load()
-        self.stop_mode = self.stop_mode or state.stop_mode
-        opened = await self._trainer.open_run()
-        state = await self._reconcile(state, opened)
-        if state.step:
-            await self._write_outputs(state.step - 1)
-        return state
-
-    async def _reconcile(
-        self, state: RunState, opened: trainer_service_pb2.OpenRunResponse
-    ) -> RunState:
-        """Make the state fit the trainer's weights: the same, one unfinished commit ahead, or
-        (its newest checkpoint is older or newer than the commit point) the checkpoint's own."""
-        version = opened.weight_version
-        if version == state.weight_version:
-            return dataclasses.replace(state, weights_uri=opened.weights_uri)
-        outcome = await self._store.outcome(state.step)
-        if version == state.weight_version + 1 and outcome is not None:
-            return state  # FinishStep is repeated and the step committed
-        if opened.run_snapshot_json:
-            snapshot = state_from_json(opened.run_snapshot_json)
-        else:
-            snapshot = RunState(
-                state.run_id, state.settings, state.create_time, state.planned_steps
-            )
-        _log.warning(
-            "run %s goes from step %d to step %d: the trainer's newest checkpoint is there",
-            state.run_id,
-            state.step,
-            snapshot.step,
-        )
-        snapshot = dataclasses.replace(
-            snapshot, status=state.status, stop_mode=state.stop_mode, weights_uri=opened.weights_uri
-        )
-        await self._store.rewind(self._context.fence, snapshot)
-        self._context.outputs.supersede_from(snapshot.step)
-        return snapshot
-
-    async def _load(self) -> RunState:
-        state = await self._store.load()
-        assert state is not None, "a run is created before it is driven"
-        return state
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -211,7 +145,7 @@ class RunDriver:
         result = await self._run_round(state, planned, draws, prompts, restored, stream)
         if not self._rules.streams:
             await self._trainer.start_step(state.step)
-        outcome = self._outcome(state, planned, result, cursor, started)
+        outcome = round_outcome(state, planned, result, cursor, started=started, ended=time.time())
         await self._drafts.save(result.drafts)
         await self._store.save_outcome(state.step, outcome)
         return outcome
@@ -296,42 +230,6 @@ class RunDriver:
         ready = replicas.first_ready_at or started
         return dataclasses.replace(result, apply_seconds=max(0.0, ready - started))
 
-    def _outcome(
-        self,
-        state: RunState,
-        planned: RoundPlan,
-        result: RoundResult,
-        cursor: DataCursor,
-        started: float,
-    ) -> StepOutcome:
-        finish, groups = result.finish, result.groups
-        after = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            weight_version=state.weight_version + 1,
-            weights_uri="",
-            cursor=cursor.to_json(),
-            deferred=_next_queue(state, planned, finish),
-            totals=next_totals(state.totals, groups, finish),
-        )
-        draws = tuple(group.draw for group in groups)
-        record = StepRecord(
-            step=state.step,
-            round_kind=planned.kind,
-            level=planned.level,
-            start_time=started,
-            rollout_end_time=time.time(),
-            end_time=0.0,
-            weight_version=after.weight_version,
-            draws=draws,
-            metrics={
-                **round_metrics(planned, groups, finish, after),
-                **carry_over_metrics(result.checked_drafts),
-                "timing_s/apply_weights": result.apply_seconds,
-            },
-        )
-        return StepOutcome(draws, after, record)
-
     async def _finish(self, state: RunState, outcome: StepOutcome) -> StepResult:
         tokens = outcome.next_state.totals.trained_tokens - state.totals.trained_tokens
         snapshot = state_to_json(outcome.next_state)
@@ -341,47 +239,19 @@ class RunDriver:
         self, outcome: StepOutcome, result: StepResult, train_wait: float
     ) -> RunState:
         """Move the commit point; then write the outputs and drop what only the open step needed."""
-        now = time.time()
-        record = outcome.record
-        trained = sum(
-            length * count for length, count in outcome.next_state.totals.trained_lengths.items()
-        )
-        seconds = now - record.start_time
-        step_tokens = result.metrics.get("trained_tokens", 0.0)
-        metrics = {
-            **record.metrics,
-            **{f"trainer/{name}": value for name, value in result.metrics.items()},
-            "timing_s/step": seconds,
-            "timing_s/train_wait": train_wait,
-            "perf/trained_tokens": float(trained),
-            "perf/trained_tokens_per_second": step_tokens / seconds if seconds > 0 else 0.0,
-        }
-        record = dataclasses.replace(record, end_time=now, metrics=metrics)
+        record = finished_record(outcome, result, train_wait=train_wait, now=time.time())
         state = dataclasses.replace(outcome.next_state, weights_uri=result.weights_uri)
         await self._store.commit(self._context.fence, state, record)
-        await self._write_outputs(record.step)
+        await self._files.write(record.step)
         _log.info(
             "step %d (%s, level %d) is committed: reward %.3f, %d draws queued",
             record.step,
             record.round_kind.value,
             record.level,
-            metrics["reward/mean"],
+            record.metrics["reward/mean"],
             len(state.deferred),
         )
         return state
-
-    async def _write_outputs(self, step: int) -> None:
-        """Write a committed step's files, if its groups are still there; then drop the groups
-        and the drafts of their draws."""
-        stream = SampleStream(self._context.redis, self._context.run_id, step)
-        groups = {group.draw.id: group for group in await stream.read_all()}
-        record = await self._store.record(step)
-        if record is not None and groups:
-            ordered = [groups[draw.id] for draw in record.draws]
-            await _in_thread(partial(self._context.outputs.write_step, record, ordered))
-        if record is not None:
-            await self._drafts.delete(draw.id for draw in record.draws)
-        await self._store.forget_step(step)
 
     # --- held-out evaluation ------------------------------------------------------------------
 
@@ -400,21 +270,6 @@ class RunDriver:
         self._context.on_progress(RoundProgress.of_record(record, phase))
 
 
-async def _in_thread(write: Callable[[], object]) -> None:
-    """Let a thread write files. Cancelled, it still waits for the end: the next driver of the run
-    must not meet a writer."""
-    writing = asyncio.ensure_future(asyncio.to_thread(write))
-    cancelled: asyncio.CancelledError | None = None
-    while not writing.done():
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    writing.result()
-
-
 def sampling_parameters(settings: RunSettings, data: RunData) -> SamplingParameters:
     """How training rounds sample; stop tokens default to the model's."""
     sampling = settings.sampling
@@ -425,12 +280,3 @@ def sampling_parameters(settings: RunSettings, data: RunData) -> SamplingParamet
         max_response_tokens=sampling.max_response_tokens,
         stop_token_ids=sampling.stop_token_ids or data.tokenizer.eos_token_ids,
     )
-
-
-def _next_queue(
-    state: RunState, planned: RoundPlan, finish: FinishRound
-) -> tuple[DeferredDraw, ...]:
-    """The queue after a round: what it did not take, then what it deferred; by level."""
-    taken = {draw.id for draw in planned.queued}
-    queue = [item for item in state.deferred if item.draw.id not in taken]
-    return tuple(sorted([*queue, *finish.deferred], key=lambda item: item.draw.level))

@@ -37,9 +37,10 @@ from rollpacker.store.records import RunState
 from rollpacker.store.run_store import RunStore, StaleFenceError, list_run_ids
 from rollpacker.tasks import end_tasks
 from services.coordinator.command_runner import RoundFailedError
-from services.coordinator.driver import RunContext, RunDriver
+from services.coordinator.driver import RunDriver
 from services.coordinator.outputs import RunDirectoryError, RunOutputs
 from services.coordinator.progress import RoundProgress
+from services.coordinator.run_context import RunContext
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.workers import WorkerRegistry
 
@@ -91,8 +92,10 @@ class Runs:
                         " it ran out, or another one has taken over"
                     )
         finally:
-            await self._halt()
-            await self._lease.release(fence)
+            try:
+                await self._halt()
+            finally:
+                await self._lease.release(fence)
 
     async def _take_lease(self) -> int:
         while (fence := await self._lease.acquire()) is None:

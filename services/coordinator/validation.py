@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import TYPE_CHECKING
 
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
@@ -18,9 +17,7 @@ from services.coordinator.command_runner import CommandRunner
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
 from services.coordinator.round_context import RoundContext
-
-if TYPE_CHECKING:
-    from services.coordinator.driver import RunContext
+from services.coordinator.run_context import RunContext
 
 _EPOCH = -1
 _NAME = "held_out"

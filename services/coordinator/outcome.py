@@ -1,0 +1,82 @@
+"""What a finished round means for the run, and the record of a finished step. Pure but for
+the clock's readings, which are arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rollpacker.data.dataset import DataCursor
+from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.tail_batching import RoundPlan
+from rollpacker.store.records import RunState, StepOutcome
+from rollpacker.types import DeferredDraw, StepRecord, StepResult
+from services.coordinator.command_runner import RoundResult
+from services.coordinator.step_metrics import carry_over_metrics, next_totals, round_metrics
+
+
+def round_outcome(
+    state: RunState,
+    planned: RoundPlan,
+    result: RoundResult,
+    cursor: DataCursor,
+    *,
+    started: float,
+    ended: float,
+) -> StepOutcome:
+    """What the step will train and commit. Times are seconds since the Unix epoch."""
+    finish, groups = result.finish, result.groups
+    after = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        weight_version=state.weight_version + 1,
+        weights_uri="",
+        cursor=cursor.to_json(),
+        deferred=_next_queue(state, planned, finish),
+        totals=next_totals(state.totals, groups, finish),
+    )
+    draws = tuple(group.draw for group in groups)
+    record = StepRecord(
+        step=state.step,
+        round_kind=planned.kind,
+        level=planned.level,
+        start_time=started,
+        rollout_end_time=ended,
+        end_time=0.0,
+        weight_version=after.weight_version,
+        draws=draws,
+        metrics={
+            **round_metrics(planned, groups, finish, after),
+            **carry_over_metrics(result.checked_drafts),
+            "timing_s/apply_weights": result.apply_seconds,
+        },
+    )
+    return StepOutcome(draws, after, record)
+
+
+def finished_record(
+    outcome: StepOutcome, result: StepResult, *, train_wait: float, now: float
+) -> StepRecord:
+    """The record to commit: what training and the commit add. `now`: seconds since the epoch."""
+    record = outcome.record
+    lengths = outcome.next_state.totals.trained_lengths
+    trained = sum(length * count for length, count in lengths.items())
+    seconds = now - record.start_time
+    step_tokens = result.metrics.get("trained_tokens", 0.0)
+    metrics = {
+        **record.metrics,
+        **{f"trainer/{name}": value for name, value in result.metrics.items()},
+        "timing_s/step": seconds,
+        "timing_s/train_wait": train_wait,
+        "perf/trained_tokens": float(trained),
+        "perf/trained_tokens_per_second": step_tokens / seconds if seconds > 0 else 0.0,
+    }
+    return dataclasses.replace(record, end_time=now, metrics=metrics)
+
+
+def _next_queue(
+    state: RunState, planned: RoundPlan, finish: FinishRound
+) -> tuple[DeferredDraw, ...]:
+    """The queue after a round: what it did not take, then what it deferred; by level."""
+    taken = {draw.id for draw in planned.queued}
+    queue = [item for item in state.deferred if item.draw.id not in taken]
+    return tuple(sorted([*queue, *finish.deferred], key=lambda item: item.draw.level))
