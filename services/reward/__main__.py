@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from functools import partial
 
 import uvloop
@@ -15,6 +16,7 @@ from rollpacker.rpc.server import serve
 from rollpacker.store.timeout_anchors import RedisTimeoutAnchors
 from rollpacker.types import GraderKind
 from rollpacker.v1 import coordinator_service_pb2
+from services.reward.judge_process import JudgeProcess
 from services.reward.scheduler import RewardScheduler
 from services.reward.server import make_server, report_graders
 from services.reward.settings import RewardServiceSettings
@@ -22,23 +24,39 @@ from services.reward.worker_pool import WorkerPool
 
 
 async def run(settings: RewardServiceSettings) -> None:
-    """Serve until SIGTERM or SIGINT; leaves no worker behind."""
-    pool = WorkerPool(
-        settings.slots,
-        settings.time_limit_seconds,
-        settings.waiting_per_slot,
-        settings.graders,
-        checked_graders=[GraderKind.CODE, GraderKind.JUDGE],
-    )
-    anchors = _shared_anchors(settings.redis_url)
-    scheduler = RewardScheduler(pool, settings.timeouts, settings.recheck_share, anchors)
-    async with pool, scheduler:
+    """Serve until SIGTERM or SIGINT; leaves no process behind."""
+    async with AsyncExitStack() as stack:
+        judge = await _judge(settings, stack)
+        graders = dict(settings.graders)
+        graders[GraderKind.JUDGE] = {**graders[GraderKind.JUDGE], **judge}
+        pool = WorkerPool(
+            settings.slots,
+            settings.time_limit_seconds,
+            settings.waiting_per_slot,
+            graders,
+            checked_graders=[GraderKind.CODE, GraderKind.JUDGE],
+        )
+        anchors = _shared_anchors(settings.redis_url)
+        scheduler = RewardScheduler(pool, settings.timeouts, settings.recheck_share, anchors)
+        await stack.enter_async_context(pool)
+        await stack.enter_async_context(scheduler)
         server = make_server(settings.address, pool, scheduler)
         await report_graders(server, pool)
         heartbeat = partial(
             run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
         )
         await serve(server, address_file=settings.address_file, background=[heartbeat])
+
+
+async def _judge(settings: RewardServiceSettings, stack: AsyncExitStack) -> dict[str, str]:
+    """Start the judge that is a child of this service, if it is one; what its grader must know."""
+    child = settings.judge_process
+    if child is None:
+        return {}
+    if missing := child.missing():
+        return {"unavailable": missing}
+    judge = await stack.enter_async_context(JudgeProcess(child))
+    return {"url": judge.url, "api_key": judge.token}
 
 
 def _shared_anchors(redis_url: str) -> RedisTimeoutAnchors | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -11,6 +12,7 @@ from rollpacker.policy.timeouts import TimeoutRules
 from rollpacker.settings import WorkerSettings
 from rollpacker.types import GraderKind
 from services.reward.graders.code import CodeSettings
+from services.reward.judge_process import JudgeModelSettings
 from services.reward.sandbox.command import MIB, SandboxSettings
 from services.reward.worker_pool import WAITING_PER_SLOT, GraderSettings
 
@@ -55,7 +57,30 @@ class RewardServiceSettings(WorkerSettings):
     judge_url: str = Field(
         "", description="OpenAI-compatible endpoint of the judge; default: there is no judge"
     )
-    judge_model: str = Field("default", description="model that the endpoint serves")
+    judge_backend: Literal["endpoint", "transformers"] = Field(
+        "endpoint",
+        description="endpoint: judge_url; transformers: a child process with judge_model",
+    )
+    judge_model: str = Field(
+        "default", description="model that the endpoint serves; transformers: its directory"
+    )
+    judge_device: str = Field("cpu", description="transformers: cpu, cuda, cuda:1, ...")
+    judge_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="transformers: of the weights; auto: as they are saved"
+    )
+    judge_memory_gib: float = Field(
+        0.0,
+        ge=0,
+        description="transformers: device memory that the judge may hold, the rest of its layers"
+        " being streamed from the host; 0: what is free when a batch begins",
+    )
+    judge_batch: int = Field(
+        16, ge=1, le=1024, description="transformers: responses judged together"
+    )
+    judge_idle_seconds: float = Field(
+        5.0, gt=0, description="transformers: without work until device memory is given back"
+    )
+    judge_threads: int = Field(1, ge=1, description="transformers: threads on a CPU")
     judge_api_key: str = Field("", repr=False, description="sent to judge_url as a bearer token")
     judge_attempts: int = Field(
         3, ge=1, description="judge's replies without a usable score before there is no reward"
@@ -98,6 +123,22 @@ class RewardServiceSettings(WorkerSettings):
             },
             GraderKind.CUSTOM: {"directory": self.custom_directory, "urls": self.custom_urls},
         }
+
+    @property
+    def judge_process(self) -> JudgeModelSettings | None:
+        """The judge that is a child of this service, where it is one."""
+        if self.judge_backend == "endpoint":
+            return None
+        return JudgeModelSettings(
+            model=self.judge_model,
+            device=self.judge_device,
+            dtype=self.judge_dtype,
+            memory_gib=self.judge_memory_gib,
+            batch=self.judge_batch,
+            idle_seconds=self.judge_idle_seconds,
+            timeout_seconds=self.judge_timeout_seconds,
+            threads=self.judge_threads,
+        )
 
     @property
     def timeouts(self) -> TimeoutRules:

@@ -38,7 +38,7 @@ START_LIMIT_SECONDS = 120.0  # to start a worker or load a grader, on a very bus
 WALL_FACTOR = 10.0
 _MODULE = "services.reward.grading_worker"
 _LEAST_WAIT_SECONDS = 0.02  # CPU times are counted in ticks of 10 ms
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
+KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
@@ -182,7 +182,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
     return {**kept, **_ONE_THREAD, "MPLBACKEND": "Agg"}
 
 

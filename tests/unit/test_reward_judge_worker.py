@@ -1,0 +1,174 @@
+"""The judge worker on a CPU: streamed layers say what resident ones say; the process comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rollpacker.types import GraderKind
+from services.reward.graders.grader import GradingLostError, GradingTask
+from services.reward.graders.judge import JudgeGrader
+from services.reward.judge_process import JudgeModelSettings, JudgeProcess
+from services.reward.judge_worker.layer_stream import LayerStream
+from services.reward.judge_worker.model import (
+    JudgeModel,
+    PromptTooLongError,
+    Request,
+    decoder_layers,
+)
+from services.reward.judge_worker.residency import DeviceMemoryError, spread
+from services.reward.worker_pool import WorkerPool
+from tests.tiny_models import STOP, save_model
+
+LAYERS = 5
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+REQUESTS = [
+    Request((5, 6, 7, 8, 9), 24),
+    Request((7, 7), 40, temperature=0.8, seed=3),
+    Request((4, 9, 9, 12, 6, 5, 8, 11, 10), 16, temperature=1.3, seed=11),
+]
+
+
+def save_judge(directory: Path, *, layers: int = LAYERS, **changes: Any) -> JudgeModelSettings:
+    """A random judge that reads single characters."""
+    save_model(directory, num_hidden_layers=layers, vocab_size=128, eos_token_id=STOP, **changes)
+    vocabulary = {chr(code): code for code in range(128)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=chr(STOP))
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(directory)
+    return JudgeModelSettings(str(directory), dtype="float32", batch=4)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> JudgeModelSettings:
+    return save_judge(tmp_path_factory.mktemp("judge"))
+
+
+def arranged(settings: JudgeModelSettings, stays: Sequence[bool], monkeypatch: Any) -> JudgeModel:
+    """A judge whose layers stay as told, whatever memory there is."""
+    model = JudgeModel(settings)
+    monkeypatch.setattr(model, "_arrange", lambda *_: model.layers.arrange(stays))
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_streamed_layers_reply_bit_for_bit_like_resident_ones(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = save_judge(tmp_path, family=family)
+    resident = arranged(settings, (True,) * LAYERS, monkeypatch)
+    expected = resident.complete(REQUESTS)
+    assert {len(reply.token_ids) > 3 for reply in expected} == {True}
+    for streamed in (1, 3, LAYERS):
+        model = arranged(settings, spread(LAYERS, streamed), monkeypatch)
+        assert model.complete(REQUESTS) == expected
+        assert model.layers.copied_bytes > 0
+    assert resident.layers.copied_bytes == 0
+
+
+def test_a_reply_is_what_transformers_itself_generates(settings: JudgeModelSettings) -> None:
+    reference: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    ids = torch.tensor([REQUESTS[0].token_ids])
+    text = reference.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=STOP)
+    reply = JudgeModel(settings).complete(REQUESTS[:1])[0]
+    expected = text[0, ids.shape[1] :].tolist()
+    assert list(reply.token_ids) == [token for token in expected if token != STOP]
+
+
+def test_layers_may_be_arranged_anew_between_batches_and_after_a_release(
+    settings: JudgeModelSettings,
+) -> None:
+    model = JudgeModel(settings)
+    expected = model.complete(REQUESTS)
+    shape, longest = model._shape, 9 + 40
+    per_token = shape.cache_bytes_per_token + shape.work_bytes_per_token
+    others = model._other_bytes + len(REQUESTS) * longest * per_token
+    for layers_of_room, resident in ((LAYERS, LAYERS), (4, 2), (2, 0), (3, 1)):
+        model._limit = others + layers_of_room * shape.layer_bytes[0]
+        assert model.complete(REQUESTS) == expected
+        assert model.layers.resident_count == resident
+    model.release()
+    assert model.layers.device_bytes == 0
+    assert model.complete(REQUESTS) == expected
+
+
+def test_a_forward_that_broke_off_leaves_the_stream_in_order(settings: JudgeModelSettings) -> None:
+    reference: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    layers = decoder_layers(model)
+    stream = LayerStream(layers, torch.device("cpu"))
+    stream.arrange((False,) * LAYERS)
+    ids = torch.tensor([[5, 6, 7]])
+
+    def fail(*_: Any) -> None:
+        raise KeyError("in the middle")
+
+    with torch.no_grad():
+        hook = layers[2].register_forward_hook(fail)
+        with pytest.raises(KeyError):
+            model(ids)
+        hook.remove()
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
+def test_memory_for_less_than_two_layers_is_refused_with_the_figures(
+    settings: JudgeModelSettings,
+) -> None:
+    model = JudgeModel(replace(settings, memory_gib=1e-9))
+    with pytest.raises(DeviceMemoryError, match="3 sequences of 49 tokens"):
+        model.complete(REQUESTS)
+
+
+def test_a_prompt_beyond_the_context_is_refused(settings: JudgeModelSettings) -> None:
+    model = JudgeModel(settings)
+    message = {"role": "user", "content": "x" * 100}
+    assert len(model.encode([message], 10)) == len("<user><assistant>") + 100
+    with pytest.raises(PromptTooLongError, match="of the judge"):
+        model.encode([message], 40_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [("default", "JUDGE_MODEL"), ("/nowhere", "no directory with a model")]
+)
+def test_a_judge_that_cannot_be_is_told_with_its_knob(model: str, what: str) -> None:
+    assert what in JudgeModelSettings(model).missing()
+
+
+async def test_a_killed_judge_starts_again_and_what_is_asked_meanwhile_is_answered(
+    settings: JudgeModelSettings,
+) -> None:
+    task = GradingTask(GraderKind.JUDGE, "an answer", json.dumps({"rubric": "Is it short?"}))
+    async with JudgeProcess(settings) as judge:
+        options = {"url": judge.url, "api_key": judge.token, "max_tokens": 8, "attempts": 2}
+        async with WorkerPool(1, 5.0, settings={GraderKind.JUDGE: options}) as pool:
+            # A random model gives no verdict: that is no reward, by a judge that is alive.
+            with pytest.raises(Exception, match="no usable score in 2 replies"):
+                await pool.grade(task)
+            first = judge.pid
+            assert first
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(Exception, match="no usable score in 2 replies"):
+                await pool.grade(task)
+            assert judge.start_count == 2
+            assert judge.pid != first
+        stranger = JudgeGrader()
+        stranger.load({**options, "api_key": "a guess"})
+        with pytest.raises(GradingLostError, match="401"):
+            await asyncio.to_thread(stranger.grade, task)
+        last = judge.pid
+    assert last
+    with pytest.raises(ProcessLookupError):
+        os.kill(last, 0)
