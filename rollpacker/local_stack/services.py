@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollpacker.local_stack import child
@@ -45,6 +45,8 @@ class StackLayout:
     directory: Path  # absolute; everything the stack keeps
     run_directory: Path  # absolute; outputs of runs, one directory per run
     ports: Mapping[str, int]  # by process name, and "trainer-rendezvous"
+    # Where the others reach a process, if not at its own address: a proxy in front of it.
+    links: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def logs(self) -> Path:
@@ -63,7 +65,12 @@ class StackLayout:
         return self.address(COORDINATOR)
 
     def address(self, name: str) -> str:
+        """Where a process listens."""
         return f"127.0.0.1:{self.ports[name]}"
+
+    def reached_at(self, name: str) -> str:
+        """What the other processes dial."""
+        return self.links.get(name, self.address(name))
 
 
 RENDEZVOUS = "trainer-rendezvous"  # name of the port at which the trainer's processes meet
@@ -116,7 +123,8 @@ def _worker_spec(
     settings: dict[str, object] = {
         "worker_id": name,
         "address": layout.address(name),
-        "coordinator_address": layout.coordinator_address,
+        "coordinator_address": layout.reached_at(COORDINATOR),
+        "advertise_address": layout.reached_at(name),
         **more,
     }
     if kind != "reward":

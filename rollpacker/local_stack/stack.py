@@ -48,15 +48,19 @@ class LocalStack:
         run_directory: Path | None = None,
         coordinator_port: int | None = None,
         rollout_settings: Mapping[str, object] | None = None,
+        links: Mapping[str, str] | None = None,
         start_seconds: float = 180.0,
         limits: RestartLimits | None = None,
     ) -> None:
         """`run_directory` (default: `directory`/runs) is where runs leave their outputs.
 
         `rollout_settings`: settings of the rollout replicas, by field (`engine`: `sglang`).
+        `links`: where the others reach a process, by its name, if not at its own address; for
+        "redis" a URL. Whoever gives one keeps a proxy there.
         """
         self._size = StackSize(rollouts, rewards, trainers)
         self._rollout_settings = rollout_settings or {}
+        self._links = links or {}
         self._start_seconds = start_seconds
         self._limits = limits
         self._coordinator_port = coordinator_port
@@ -153,7 +157,7 @@ class LocalStack:
             if not ports.is_free(port):
                 raise StackError(f"127.0.0.1:{port} is taken; give the coordinator another port")
             chosen[services.COORDINATOR] = port
-        return StackLayout(self._directory, self._run_directory, chosen)
+        return StackLayout(self._directory, self._run_directory, chosen, self._links)
 
     async def _start(self) -> None:
         try:
@@ -169,7 +173,8 @@ class LocalStack:
 
         self.supervisor.start(services.redis_spec(server))
         await self._wait_until_none(not_ready)
-        specs = services.service_specs(self._size, self.layout, server.url, self._rollout_settings)
+        redis_url = self._links.get(services.REDIS, server.url)
+        specs = services.service_specs(self._size, self.layout, redis_url, self._rollout_settings)
         for spec in specs:
             self.supervisor.start(spec)
         await self.wait_ready()

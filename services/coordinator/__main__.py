@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import uvloop
 
 from rollpacker.observability import set_up_logging
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.store.redis_client import connect
 from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
-from services.coordinator.runs import Runs
+from services.coordinator.runs import LeaseLostError, Runs
 from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.workers import WorkerRegistry
@@ -35,4 +38,8 @@ async def main(settings: CoordinatorSettings) -> None:
 if __name__ == "__main__":
     settings = CoordinatorSettings()
     set_up_logging("coordinator", settings.log_level)
-    uvloop.run(main(settings))
+    try:
+        uvloop.run(main(settings))
+    except LeaseLostError as error:
+        logging.getLogger(__name__).error("%s; this process ends", error)
+        sys.exit(1)

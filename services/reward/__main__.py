@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import uvloop
-from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from rollpacker.observability import set_up_logging
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import serve
+from rollpacker.store.redis_client import open_client
 from rollpacker.store.timeout_anchors import RedisTimeoutAnchors
 from rollpacker.types import GraderKind
 from rollpacker.v1 import coordinator_service_pb2
@@ -63,7 +63,7 @@ def _shared_anchors(redis_url: str) -> RedisTimeoutAnchors | None:
     """Anchors in Redis, by a client that gives up soon: no response waits for them."""
     if not redis_url:
         return None
-    redis = Redis.from_url(
+    redis = open_client(
         redis_url, socket_connect_timeout=1, socket_timeout=1, retry=Retry(NoBackoff(), 1)
     )
     return RedisTimeoutAnchors(redis)

@@ -12,11 +12,11 @@ import signal
 
 import torch
 import uvloop
-from redis.asyncio import Redis
 
 from rollpacker.observability import set_up_logging
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.store.redis_client import open_client
 from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2_grpc
 from services.trainer.leader import Leader
 from services.trainer.open_run import Roots
@@ -58,7 +58,7 @@ def main() -> None:
 async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
     """The life of rank 0."""
     leader = Leader(ranks)
-    redis = Redis.from_url(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
+    redis = open_client(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
     session = Session(redis, leader, Roots(settings.weights_root, settings.checkpoint_root))
     servicer = TrainerServicer(session, ranks.world_size)
     server = RpcServer(

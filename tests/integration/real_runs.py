@@ -217,19 +217,25 @@ class RealStack:
     async def kill_rank(self, rank: int) -> None:
         """kill -9 one of several trainer processes; torchrun then ends the others."""
         self.note_processes()
-        agent = await self.pid("trainer-0")
-        for pid, _ in processes.descendants(agent):
-            if b"RANK=%d" % rank in processes.environment(pid):
-                os.kill(pid, signal.SIGKILL)
-                return
-        raise AssertionError(f"the trainer has no rank {rank}")
+        os.kill(await self.pid(f"rank-{rank}"), signal.SIGKILL)
 
     async def pid(self, name: str) -> int:
-        """Of a process of the stack; waits while it is being started again."""
-        while name not in self.stack.pids:
+        """Of a process of the stack, or of "rank-N" of several trainer processes; waits while it
+        is being started again."""
+        while (pid := self._pid_now(name)) is None:
             self.stack.supervisor.check()
             await asyncio.sleep(0.01)
-        return self.stack.pids[name]
+        return pid
+
+    def _pid_now(self, name: str) -> int | None:
+        if not name.startswith("rank-"):
+            return self.stack.pids.get(name)
+        rank = b"RANK=" + name.removeprefix("rank-").encode()
+        for pid, _ in processes.descendants(self.stack.pids.get("trainer-0", 0)):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if rank in processes.environment(pid):
+                    return pid
+        return None
 
     async def pause(self, name: str) -> None:
         """SIGSTOP; returns when the process has stopped."""
@@ -269,8 +275,14 @@ async def running_stack(
     directory: Path, *, slots: int = 64, **sizes: int
 ) -> AsyncIterator[RealStack]:
     """A stack of real processes; afterwards none of them is left. `slots`: of a replica."""
+    async with entered_stack(LocalStack(directory, limits=PATIENT, **sizes), slots) as real:
+        yield real
+
+
+@contextlib.asynccontextmanager
+async def entered_stack(stack: LocalStack, slots: int) -> AsyncIterator[RealStack]:
+    """That stack, started; afterwards none of its processes is left."""
     outside = dict(processes.descendants(os.getpid()))
-    stack = LocalStack(directory, limits=PATIENT, **sizes)
     async with contextlib.AsyncExitStack() as entered:
         patch = entered.enter_context(pytest.MonkeyPatch.context())
         for name, value in (_ENVIRONMENT | {"ROLLPACKER_ROLLOUT_SLOTS": str(slots)}).items():
