@@ -133,6 +133,20 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
         )
         return pb.ListSamplesResponse(groups=[group])
 
+    async def RegradeSamples(
+        self, request: pb.RegradeSamplesRequest, context: Any
+    ) -> AsyncIterator[pb.RegradeSamplesResponse]:
+        self._find(request.run_id)
+        last = request.last_step if request.HasField("last_step") else 1
+        for number in range(request.first_step, last + 1):
+            yield pb.RegradeSamplesResponse(
+                step=number,
+                response_count=8,
+                changed_count=1,
+                mean_reward=0.5,
+                file=f"/runs/{request.run_id}/regraded/{request.regrade_id}/{number}",
+            )
+
     async def ListDeferredDraws(
         self, request: pb.ListDeferredDrawsRequest, context: Any
     ) -> pb.ListDeferredDrawsResponse:

@@ -100,6 +100,13 @@ class Coordinator:
         make = partial(self._stub.ListWorkers, pb.ListWorkersRequest(), timeout=_DEADLINE_SECONDS)
         return list((await self._call(make)).workers)
 
+    async def regrade_samples(
+        self, request: pb.RegradeSamplesRequest
+    ) -> AsyncIterator[pb.RegradeSamplesResponse]:
+        """Each step as it is scored; there is no deadline, as long as steps come."""
+        async for scored in client.stream(lambda: self._stub.RegradeSamples(request)):
+            yield scored
+
     async def watch_run(self, run_id: str) -> AsyncIterator[pb.WatchRunResponse]:
         """Events until the run has ended; each once, also when the coordinator is away meanwhile.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollpacker.cli import check, demo, doctor, failures, grade, reports, runs, stack
+from rollpacker.cli import check, demo, doctor, failures, grade, regrade, reports, runs, stack
 
 app = typer.Typer(
     name="rollpacker",
@@ -22,6 +22,7 @@ app.command("status")(reports.status)
 app.command("watch")(runs.watch_run)
 app.command("steps")(reports.steps)
 app.command("samples")(reports.samples)
+app.command("regrade")(regrade.regrade)
 app.command("deferred")(reports.deferred)
 app.command("workers")(reports.workers)
 app.command("stop")(runs.stop)

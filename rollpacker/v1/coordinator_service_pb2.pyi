@@ -868,3 +868,92 @@ class Worker(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class RegradeSamplesRequest(_message.Message):
+    """Asks for the samples of a run to be scored again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REGRADE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    regrade_id: _builtins.str
+    """Names the result: 1 to 64 of a-z, 0-9, - and _."""
+    first_step: _builtins.int
+    """From this step on."""
+    last_step: _builtins.int
+    """To this step, included; absent: to the newest."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        regrade_id: _builtins.str = ...,
+        first_step: _builtins.int = ...,
+        last_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step", b"_last_step", "last_step", b"last_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step", b"_last_step", "first_step", b"first_step", "last_step", b"last_step", "regrade_id", b"regrade_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__last_step: _TypeAlias = _typing.Literal["last_step"]  # noqa: Y015
+    _WhichOneofArgType__last_step: _TypeAlias = _typing.Literal["_last_step", b"_last_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_step) -> _WhichOneofReturnType__last_step | None: ...
+
+Global___RegradeSamplesRequest: _TypeAlias = RegradeSamplesRequest  # noqa: Y015
+
+@_typing.final
+class RegradeSamplesResponse(_message.Message):
+    """One step that was scored again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    RESPONSE_COUNT_FIELD_NUMBER: _builtins.int
+    CHANGED_COUNT_FIELD_NUMBER: _builtins.int
+    NONE_COUNT_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    OLD_MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step."""
+    response_count: _builtins.int
+    """Its responses."""
+    changed_count: _builtins.int
+    """Those whose reward differs from the old one; one of the two may be absent."""
+    none_count: _builtins.int
+    """Those without a reward, as the reward service gave up on them."""
+    mean_reward: _builtins.float
+    """Mean of the rewards given now; absent when there are none."""
+    old_mean_reward: _builtins.float
+    """Mean of the rewards that the run trained on; absent when there were none."""
+    file: _builtins.str
+    """The file with the scores, on the coordinator's host."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        response_count: _builtins.int = ...,
+        changed_count: _builtins.int = ...,
+        none_count: _builtins.int = ...,
+        mean_reward: _builtins.float | None = ...,
+        old_mean_reward: _builtins.float | None = ...,
+        file: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_reward", b"_mean_reward", "_old_mean_reward", b"_old_mean_reward", "mean_reward", b"mean_reward", "old_mean_reward", b"old_mean_reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_reward", b"_mean_reward", "_old_mean_reward", b"_old_mean_reward", "changed_count", b"changed_count", "file", b"file", "mean_reward", b"mean_reward", "none_count", b"none_count", "old_mean_reward", b"old_mean_reward", "response_count", b"response_count", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mean_reward: _TypeAlias = _typing.Literal["mean_reward"]  # noqa: Y015
+    _WhichOneofArgType__mean_reward: _TypeAlias = _typing.Literal["_mean_reward", b"_mean_reward"]  # noqa: Y015
+    _WhichOneofReturnType__old_mean_reward: _TypeAlias = _typing.Literal["old_mean_reward"]  # noqa: Y015
+    _WhichOneofArgType__old_mean_reward: _TypeAlias = _typing.Literal["_old_mean_reward", b"_old_mean_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_reward) -> _WhichOneofReturnType__mean_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_mean_reward) -> _WhichOneofReturnType__old_mean_reward | None: ...
+
+Global___RegradeSamplesResponse: _TypeAlias = RegradeSamplesResponse  # noqa: Y015

@@ -85,6 +85,11 @@ class CoordinatorServiceStub:
                 request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.RegradeSamples = channel.unary_stream(
+                '/rollpacker.v1.CoordinatorService/RegradeSamples',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
@@ -173,6 +178,21 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RegradeSamples(self, request, context):
+        """Scores the stored samples of a run again, without inference: one message per step, in order.
+        Prompts and references come from the run's data as it is now. The new scores stand beside the
+        old ones, in regraded/<regrade_id>/ of the run's directory; nothing that the run left is changed.
+        Goes on beside training.
+        Repeat: what has a reward under this regrade_id is kept, what has none is scored again.
+        NOT_FOUND (RUN_NOT_FOUND; STEP_NOT_FOUND: no step of the range has samples).
+        INVALID_ARGUMENT: BadRequest names the field; settings.data when the data cannot be read,
+        reference_json when a reward service cannot use a reference.
+        FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,6 +245,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersRequest.FromString,
                     response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'RegradeSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.RegradeSamples,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -498,6 +523,33 @@ class CoordinatorService:
             '/rollpacker.v1.CoordinatorService/ListWorkers',
             rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersRequest.SerializeToString,
             rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegradeSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/RegradeSamples',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,17 @@ class CoordinatorServiceStub:
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListWorkersRequest, _coordinator_service_pb2.ListWorkersResponse]
     """Lists the workers with a lease."""
+    RegradeSamples: _grpc.UnaryStreamMultiCallable[_coordinator_service_pb2.RegradeSamplesRequest, _coordinator_service_pb2.RegradeSamplesResponse]
+    """Scores the stored samples of a run again, without inference: one message per step, in order.
+    Prompts and references come from the run's data as it is now. The new scores stand beside the
+    old ones, in regraded/<regrade_id>/ of the run's directory; nothing that the run left is changed.
+    Goes on beside training.
+    Repeat: what has a reward under this regrade_id is kept, what has none is scored again.
+    NOT_FOUND (RUN_NOT_FOUND; STEP_NOT_FOUND: no step of the range has samples).
+    INVALID_ARGUMENT: BadRequest names the field; settings.data when the data cannot be read,
+    reference_json when a reward service cannot use a reference.
+    FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -113,6 +124,17 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListWorkersRequest, _coordinator_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers with a lease."""
+    RegradeSamples: _aio.UnaryStreamMultiCallable[_coordinator_service_pb2.RegradeSamplesRequest, _coordinator_service_pb2.RegradeSamplesResponse]  # type: ignore[assignment]
+    """Scores the stored samples of a run again, without inference: one message per step, in order.
+    Prompts and references come from the run's data as it is now. The new scores stand beside the
+    old ones, in regraded/<regrade_id>/ of the run's directory; nothing that the run left is changed.
+    Goes on beside training.
+    Repeat: what has a reward under this regrade_id is kept, what has none is scored again.
+    NOT_FOUND (RUN_NOT_FOUND; STEP_NOT_FOUND: no step of the range has samples).
+    INVALID_ARGUMENT: BadRequest names the field; settings.data when the data cannot be read,
+    reference_json when a reward service cannot use a reference.
+    FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
+    """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Runs training and reports on it. The only service people talk to."""
@@ -213,5 +235,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_service_pb2.ListWorkersResponse]]:
         """Lists the workers with a lease."""
+
+    @_abc_1.abstractmethod
+    def RegradeSamples(
+        self,
+        request: _coordinator_service_pb2.RegradeSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_service_pb2.RegradeSamplesResponse], _abc.AsyncIterator[_coordinator_service_pb2.RegradeSamplesResponse]]:
+        """Scores the stored samples of a run again, without inference: one message per step, in order.
+        Prompts and references come from the run's data as it is now. The new scores stand beside the
+        old ones, in regraded/<regrade_id>/ of the run's directory; nothing that the run left is changed.
+        Goes on beside training.
+        Repeat: what has a reward under this regrade_id is kept, what has none is scored again.
+        NOT_FOUND (RUN_NOT_FOUND; STEP_NOT_FOUND: no step of the range has samples).
+        INVALID_ARGUMENT: BadRequest names the field; settings.data when the data cannot be read,
+        reference_json when a reward service cannot use a reference.
+        FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
+        """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

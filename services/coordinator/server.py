@@ -18,6 +18,7 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from services.coordinator import messages
 from services.coordinator.outputs import read_step_samples
+from services.coordinator.regrade import regrade_samples
 from services.coordinator.runs import Runs
 from services.coordinator.workers import WorkerRegistry
 
@@ -141,6 +142,12 @@ class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
     ) -> pb.ListWorkersResponse:
         workers = [messages.worker_message(worker) for worker in self._workers.alive()]
         return pb.ListWorkersResponse(workers=workers)
+
+    async def RegradeSamples(
+        self, request: pb.RegradeSamplesRequest, context: _Context
+    ) -> AsyncIterator[pb.RegradeSamplesResponse]:
+        async for step in regrade_samples(self._runs, self._workers, request):
+            yield step
 
     def _run(self, state: RunState) -> pb.Run:
         return messages.run_message(state, str(self._runs.directory(state.run_id)))

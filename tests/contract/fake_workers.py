@@ -15,7 +15,12 @@ from typing import Any
 from redis.asyncio import Redis
 
 from rollpacker import wire
-from rollpacker.rpc.errors import FailedPreconditionError, UnavailableError, stale_fence
+from rollpacker.rpc.errors import (
+    FailedPreconditionError,
+    InternalError,
+    UnavailableError,
+    stale_fence,
+)
 from rollpacker.rpc.server import RpcServer
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import (
@@ -174,12 +179,16 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
     def __init__(self) -> None:
         self.unavailable = 0  # calls that fail so
+        self.failing = False  # every call does, for good
+        self.flipped = False  # right is wrong
 
     async def ScoreResponse(self, request: Any, context: Any) -> Any:
         if self.unavailable:
             self.unavailable -= 1
             raise UnavailableError("AWAY", "try again")
-        correct = len(request.response_text) % 2 == 0
+        if self.failing:
+            raise InternalError("GRADER_FAILED", "no use")
+        correct = (len(request.response_text) % 2 == 0) != self.flipped
         return reward_service_pb2.ScoreResponseResponse(
             reward=float(correct),
             verdict=types_pb2.VERDICT_CORRECT if correct else types_pb2.VERDICT_INCORRECT,

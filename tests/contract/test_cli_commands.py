@@ -70,6 +70,17 @@ def test_status_of_one_run_tells_why_it_failed(coordinator: str) -> None:
     assert "outputs /runs/failed" in out
 
 
+def test_regrade_shows_each_step_and_where_the_scores_are(coordinator: str) -> None:
+    status, out, _ = invoke(coordinator, "regrade", "finished", "--name", "new", "--last", 1)
+    assert status == 0
+    assert "0 8 1 0 - 0.500" in out
+    assert "1 8 1 0 - 0.500" in out
+    assert out.endswith("the scores are in /runs/finished/regraded/new")
+    status, out, _ = invoke(coordinator, "regrade", "finished", "--name", "new", "--json")
+    assert (status, out.count('"changed_count": 1')) == (0, 2)
+    assert invoke(coordinator, "regrade", "nobody")[0] == 4
+
+
 def test_an_unknown_run_is_one_line_and_status_4(coordinator: str) -> None:
     assert invoke(coordinator, "status", "nobody") == (4, "", "error: there is no run nobody\n")
 
