@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rollpacker.observability.logs import LogFormat
 from rollpacker.section import Section
 from rollpacker.trainer_settings import TrainerSettings
 
@@ -300,6 +301,10 @@ class ServiceSettings(BaseSettings):
     address: str = Field("127.0.0.1:0", description="where to listen; port 0 takes a free one")
     address_file: Path | None = Field(None, description="the bound address is written here")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_format: LogFormat = Field("text", description="text, or one JSON object per line")
+    metrics_address: str = Field(
+        "", description="host:port of /metrics for Prometheus; default: there is none"
+    )
 
 
 Address = Annotated[str, Field(description='"host:port" or "unix:///path"')]

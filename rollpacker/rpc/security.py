@@ -89,7 +89,7 @@ class Security:
 
     def check_address(self, address: str) -> None:
         """Raises InvalidArgumentError where listening at `address` would let strangers in."""
-        if address.startswith(_LOOPBACK) or (self.uses_tls and self.accepted_tokens_file):
+        if is_loopback(address) or (self.uses_tls and self.accepted_tokens_file):
             return
         missing = "accepted_tokens_file" if self.uses_tls else "certificate_file"
         raise InvalidArgumentError.field(
@@ -119,6 +119,11 @@ class Security:
         paths = (self.certificate_file, self.key_file, self.ca_file)
         certificate, key, ca = (path.read_bytes() for path in paths if path is not None)
         return certificate, key, ca
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach "host:port" or "unix:path"."""
+    return address.startswith(_LOOPBACK)
 
 
 class _ServerCertificates:

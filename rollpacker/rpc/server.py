@@ -20,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from rollpacker.observability import log_context
+from rollpacker.observability.rpc_metrics import MetricsInterceptor
 from rollpacker.rpc import errors
 from rollpacker.rpc.security import Security, TokenInterceptor, TokenTable
 from rollpacker.tasks import end_tasks
@@ -54,6 +56,7 @@ class RpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor()]
         if security.accepted_tokens_file is not None:
             interceptors.insert(0, TokenInterceptor(TokenTable(security.accepted_tokens_file)))
+        interceptors.insert(0, MetricsInterceptor())
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._health = HealthServicer()
         self._names = tuple(service_names)
@@ -186,13 +189,29 @@ def _stream(behaviour: Any, method: str, parse: Any) -> Any:
 
 
 def _parsed(parse: Any, request: bytes, method: str) -> Any:
-    """The request as a message. Raises InvalidArgumentError where it is none."""
+    """The request as a message. Raises InvalidArgumentError where it is none.
+
+    The log lines of its call are about what it names.
+    """
     try:
-        return parse(request)
+        message = parse(request)
     except DecodeError as error:
         raise errors.InvalidArgumentError(
             "MALFORMED_REQUEST", f"the request of {method} is not its message; check the protos"
         ) from error
+    log_context(**_about(message))
+    return message
+
+
+def _about(request: Any) -> dict[str, str | int]:
+    """The run, step and prompt that a request names."""
+    place = getattr(request, "draw", None) or request
+    values = {
+        "run": getattr(request, "run_id", ""),
+        "step": getattr(request, "step", ""),
+        "prompt": getattr(place, "prompt_id", ""),
+    }
+    return {name: value for name, value in values.items() if value != ""}
 
 
 def _bug(method: str) -> errors.InternalError:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 import uvloop
 
 from rollpacker.observability import set_up_logging
+from rollpacker.observability.metrics import serve_metrics
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.store.redis_client import connect
 from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from services.coordinator.readings import coordinator_readings
 from services.coordinator.runs import LeaseLostError, Runs
 from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
 from services.coordinator.settings import CoordinatorSettings
@@ -28,8 +31,11 @@ async def main(settings: CoordinatorSettings) -> None:
         [SERVICE_NAME],
         lambda target: add_CoordinatorServiceServicer_to_server(servicer, target),
     )
+    metrics = partial(
+        serve_metrics, settings.metrics_address, partial(coordinator_readings, runs, workers)
+    )
     try:
-        await serve(server, address_file=settings.address_file, background=[runs.run])
+        await serve(server, address_file=settings.address_file, background=[runs.run, metrics])
     finally:
         await workers.close()
         await redis.aclose()
@@ -37,7 +43,7 @@ async def main(settings: CoordinatorSettings) -> None:
 
 if __name__ == "__main__":
     settings = CoordinatorSettings()
-    set_up_logging("coordinator", settings.log_level)
+    set_up_logging("coordinator", settings.log_level, settings.log_format)
     try:
         uvloop.run(main(settings))
     except LeaseLostError as error:

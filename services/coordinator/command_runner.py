@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker import wire
+from rollpacker.observability import log_context
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
@@ -37,6 +38,7 @@ from rollpacker.policy.events import (
     GroupRestored,
     ProgressReported,
     ReplicaDraining,
+    ReplicaJoined,
     ReplicaLost,
     ResponseFinished,
     ResponseScored,
@@ -55,6 +57,7 @@ from rollpacker.types import (
 from rollpacker.v1 import rollout_service_pb2, rollout_service_pb2_grpc
 from services.coordinator.carry_over import CarryOver, CheckedDraft
 from services.coordinator.collected import CollectedResponse, prompt_group
+from services.coordinator.replica_idle import ReplicaIdle
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
 from services.coordinator.round_context import (
@@ -82,6 +85,7 @@ class RoundResult:
     finish: FinishRound
     groups: list[PromptGroup] = field(default_factory=list)  # in the order of the stream
     apply_seconds: float = 0.0  # until the first replica served the weights
+    idle_share: float = 0.0  # of the replicas' time, without a group
     drafts: dict[DrawId, tuple[Draft, ...]] = field(default_factory=dict)  # of the deferred draws
     checked_drafts: tuple[CheckedDraft, ...] = ()
 
@@ -112,6 +116,7 @@ class CommandRunner:
         self._failures: dict[DrawId, int] = {}
         self._groups: list[PromptGroup] = []
         self._reported_at = 0.0
+        self._idle = ReplicaIdle()
         self._carry_over = CarryOver(
             context.weight_version, context.drafts, context.carry_over_max_tokens
         )
@@ -121,6 +126,7 @@ class CommandRunner:
 
         Raises RoundFailedError, ServiceError (STALE_FENCE: stop).
         """
+        log_context(run=self._context.run_id, step=self._context.step)
         try:
             for group in restored:
                 tokens = tuple(len(s.response.token_ids) for s in group.responses)
@@ -133,6 +139,7 @@ class CommandRunner:
             return RoundResult(
                 finish,
                 [*restored, *self._groups],
+                idle_share=self._idle.share(time.monotonic()),
                 drafts=self._drafts_left(finish),
                 checked_drafts=tuple(self._carry_over.checked),
             )
@@ -144,8 +151,11 @@ class CommandRunner:
             event = await self._next_event()
             if isinstance(event, BaseException):
                 raise event
+            if isinstance(event, ReplicaJoined):
+                self._idle.joined(event.replica_id, event.at)
             if isinstance(event, ReplicaLost):
                 await self._stop_streams_of(event.replica_id)
+                self._idle.lost(event.replica_id, event.at)
             for command in self._round.handle(event):
                 if isinstance(command, FinishRound):
                     return command
@@ -196,6 +206,8 @@ class CommandRunner:
 
     async def _generate(self, draw: DrawId, replica_id: str, indices: tuple[int, ...]) -> None:
         missing = set(indices)
+        log_context(prompt=draw.prompt_id, replica=replica_id)
+        self._idle.group_started(replica_id, time.monotonic())
         try:
             async with contextlib.aclosing(self._stream(draw, replica_id, indices)) as messages:
                 async for message in messages:
@@ -208,6 +220,7 @@ class CommandRunner:
                 self._events.put_nowait(ReplicaDraining(time.monotonic(), replica_id))
                 self._events.put_nowait(GroupInterrupted(time.monotonic(), draw))
         finally:
+            self._idle.group_ended(replica_id, time.monotonic())
             self._let_go_if_drained(replica_id)
 
     def _let_go_if_drained(self, replica_id: str) -> None:
@@ -306,6 +319,7 @@ class CommandRunner:
     async def _score(self, draw: DrawId, index: int) -> None:
         collected = self._collected[draw, index]
         prompt = self._context.prompts[draw]
+        log_context(prompt=draw.prompt_id)
         try:
             score = await self._rewards.score(
                 collected.response.response_id, collected.text, prompt

@@ -37,6 +37,7 @@ from rollpacker.types import (
     StepRecord,
     StepResult,
 )
+from services.coordinator.alarm_watch import AlarmWatch
 from services.coordinator.command_runner import CommandRunner, RoundResult
 from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.modes import tail_batching_rules
@@ -70,6 +71,7 @@ class RunDriver:
         )
         self._sampling = sampling_parameters(context.settings, context.data)
         self._validator = Validator(context, self._rewards, self._sampling)
+        self._alarms = AlarmWatch(self._store)
         self._files = StepFiles(context)
         self._resuming = Resuming(context, self._trainer, self._files)
         self.stop_mode = ""
@@ -240,6 +242,7 @@ class RunDriver:
     ) -> RunState:
         """Move the commit point; then write the outputs and drop what only the open step needed."""
         record = finished_record(outcome, result, train_wait=train_wait, now=time.time())
+        record = await self._alarms.checked(record)
         state = dataclasses.replace(outcome.next_state, weights_uri=result.weights_uri)
         await self._store.commit(self._context.fence, state, record)
         await self._files.write(record.step)

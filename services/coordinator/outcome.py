@@ -11,7 +11,12 @@ from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, StepOutcome
 from rollpacker.types import DeferredDraw, StepRecord, StepResult
 from services.coordinator.command_runner import RoundResult
-from services.coordinator.step_metrics import carry_over_metrics, next_totals, round_metrics
+from services.coordinator.step_metrics import (
+    carry_over_metrics,
+    idle_metrics,
+    next_totals,
+    round_metrics,
+)
 
 
 def round_outcome(
@@ -48,6 +53,7 @@ def round_outcome(
             **round_metrics(planned, groups, finish, after),
             **carry_over_metrics(result.checked_drafts),
             "timing_s/apply_weights": result.apply_seconds,
+            "idle/replica_share": result.idle_share,
         },
     )
     return StepOutcome(draws, after, record)
@@ -70,7 +76,7 @@ def finished_record(
         "perf/trained_tokens": float(trained),
         "perf/trained_tokens_per_second": step_tokens / seconds if seconds > 0 else 0.0,
     }
-    return dataclasses.replace(record, end_time=now, metrics=metrics)
+    return dataclasses.replace(record, end_time=now, metrics=metrics | idle_metrics(metrics))
 
 
 def _next_queue(

@@ -201,6 +201,16 @@ class Runs:
         """Where a run's outputs are."""
         return (self._settings.run_directory / run_id).resolve()
 
+    @property
+    def active_run_id(self) -> str:
+        """The run that is being driven here, or ""."""
+        return self._active
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this coordinator is the one that drives."""
+        return self._fence is not None
+
     def is_active(self, run_id: str) -> bool:
         """Whether the run is being driven here."""
         return run_id == self._active

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollpacker.policy.bias_meter import BiasMeter
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, Totals
-from rollpacker.types import DeferredDraw, PromptGroup, RoundKind
+from rollpacker.types import DeferredDraw, PromptGroup, Response, RoundKind
 from services.coordinator.carry_over import CheckedDraft
 
+_TRAINER_PARTS = ("accumulate", "update", "checkpoint", "publish")
+_LOOP_TOKENS = 32  # so many equal ones at the end are a loop
 # Optimizer updates between a draft and its check: the ranges that metrics tell apart.
 _UPDATES_BETWEEN = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 64))
 
@@ -40,6 +42,19 @@ def round_metrics(
         **_tail_metrics(plan, finish, after),
         **_bias_metrics(after),
         "timing_s/rollout": finish.rollout_seconds,
+    }
+
+
+def idle_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """For how much of a step no round ran, and no training; from its other metrics."""
+    seconds = metrics["timing_s/step"]
+    busy = {
+        "rollout": metrics["timing_s/rollout"],
+        "trainer": sum(metrics.get(f"trainer/{part}_seconds", 0.0) for part in _TRAINER_PARTS),
+    }
+    return {
+        f"idle/{name}_share": min(1.0, max(0.0, 1 - spent / seconds)) if seconds > 0 else 0.0
+        for name, spent in busy.items()
     }
 
 
@@ -85,8 +100,14 @@ def _length_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "response_length/p99": _quantile(lengths, 0.99),
         "response_length/max": float(lengths[-1]),
         "response_length/capped_share": capped / len(lengths),
+        "response_length/loop_share": sum(map(_ends_in_loop, responses)) / len(responses),
         "response_length/near_ties": float(sum(r.near_tie_count for r in responses)),
     }
+
+
+def _ends_in_loop(response: Response) -> bool:
+    end = response.token_ids[-_LOOP_TOKENS:]
+    return len(end) == _LOOP_TOKENS and len(set(end)) == 1
 
 
 def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict[str, float]:

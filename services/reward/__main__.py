@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -10,6 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from rollpacker.observability import set_up_logging
+from rollpacker.observability.metrics import serve_metrics
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import serve
 from rollpacker.store.redis_client import open_client
@@ -17,6 +19,7 @@ from rollpacker.store.timeout_anchors import RedisTimeoutAnchors
 from rollpacker.types import GraderKind
 from rollpacker.v1 import coordinator_service_pb2
 from services.reward.judge_process import JudgeProcess
+from services.reward.readings import reward_readings
 from services.reward.scheduler import RewardScheduler
 from services.reward.server import make_server, report_graders
 from services.reward.settings import RewardServiceSettings
@@ -40,12 +43,19 @@ async def run(settings: RewardServiceSettings) -> None:
         scheduler = RewardScheduler(pool, settings.timeouts, settings.recheck_share, anchors)
         await stack.enter_async_context(pool)
         await stack.enter_async_context(scheduler)
-        server = make_server(settings.address, pool, scheduler)
+        verdicts: Counter[tuple[str, str]] = Counter()
+        server = make_server(settings.address, pool, scheduler, verdicts)
         await report_graders(server, pool)
         heartbeat = partial(
             run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
         )
-        await serve(server, address_file=settings.address_file, background=[heartbeat])
+        metrics = partial(
+            serve_metrics,
+            settings.metrics_address,
+            partial(reward_readings, pool, scheduler, verdicts),
+        )
+        background = [heartbeat, metrics]
+        await serve(server, address_file=settings.address_file, background=background)
 
 
 async def _judge(settings: RewardServiceSettings, stack: AsyncExitStack) -> dict[str, str]:
@@ -72,7 +82,7 @@ def _shared_anchors(redis_url: str) -> RedisTimeoutAnchors | None:
 def main() -> None:
     """Read the settings from the environment and run."""
     settings = RewardServiceSettings()
-    set_up_logging("reward", settings.log_level)
+    set_up_logging("reward", settings.log_level, settings.log_format, settings.worker_id)
     uvloop.run(run(settings))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import grpc.aio
@@ -33,8 +34,11 @@ _log = logging.getLogger(__name__)
 class RewardServicer(pb_grpc.RewardServiceServicer):
     """Serves one pool through its scheduler; owns neither."""
 
-    def __init__(self, pool: WorkerPool, scheduler: RewardScheduler) -> None:
+    def __init__(
+        self, pool: WorkerPool, scheduler: RewardScheduler, verdicts: Counter[tuple[str, str]]
+    ) -> None:
         self._pool, self._scheduler = pool, scheduler
+        self._verdicts = verdicts
 
     async def ScoreResponse(
         self, request: pb.ScoreResponseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -59,6 +63,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             raise errors.InternalError(
                 "GRADER_FAILED", f"response {request.response_id}: {error}"
             ) from error
+        self._verdicts[task.grader_kind.value, outcome.score.verdict.value] += 1
         return _response(outcome)
 
     async def GetReward(
@@ -83,13 +88,22 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         )
 
 
-def make_server(address: str, pool: WorkerPool, scheduler: RewardScheduler) -> RpcServer:
-    """A server; the caller starts pool and scheduler. Raises InvalidArgumentError (address)."""
+def make_server(
+    address: str,
+    pool: WorkerPool,
+    scheduler: RewardScheduler,
+    verdicts: Counter[tuple[str, str]] | None = None,
+) -> RpcServer:
+    """A server; the caller starts pool and scheduler. Raises InvalidArgumentError (address).
+
+    `verdicts` counts what was graded, by (grader, verdict).
+    """
+    counts = Counter() if verdicts is None else verdicts
     return RpcServer(
         address,
         [SERVICE_NAME],
         lambda server: pb_grpc.add_RewardServiceServicer_to_server(
-            RewardServicer(pool, scheduler), server
+            RewardServicer(pool, scheduler, counts), server
         ),
     )
 

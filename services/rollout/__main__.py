@@ -12,10 +12,12 @@ import torch
 import uvloop
 
 from rollpacker.observability import set_up_logging
+from rollpacker.observability.metrics import serve_metrics
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2_grpc
 from services.rollout.engine import Engine
+from services.rollout.readings import engine_readings
 from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
 from services.rollout.settings import RolloutServiceSettings
 from services.rollout.sglang_engine import SglangEngine, SglangOptions
@@ -25,7 +27,7 @@ from services.rollout.torch_engine import TorchEngine
 def main() -> None:
     """Run until SIGTERM, or until the engine fails."""
     settings = RolloutServiceSettings()
-    set_up_logging("rollout", settings.log_level)
+    set_up_logging("rollout", settings.log_level, settings.log_format, settings.worker_id)
     torch.set_num_threads(settings.threads)
     uvloop.run(run(settings))
 
@@ -55,7 +57,13 @@ async def run(settings: RolloutServiceSettings) -> None:
     async def watch() -> None:
         await watch_engine(engine, server)
 
-    background = [watch, heartbeat, servicer.hand_back_at_the_end]
+    async def metrics() -> None:
+        await serve_metrics(
+            settings.metrics_address,
+            lambda: engine_readings(engine.stats(), servicer.weight_version),
+        )
+
+    background = [watch, heartbeat, metrics, servicer.hand_back_at_the_end]
     try:
         await serve(server, address_file=settings.address_file, background=background)
     finally:

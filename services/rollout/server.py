@@ -101,6 +101,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             replays_by_seed=self._engine.replays_by_seed,
         )
 
+    @property
+    def weight_version(self) -> int:
+        """Of the spec in force; -1 before the first."""
+        return self._spec.weight_version
+
     async def hand_back(self) -> None:
         """Take no more groups and end the running ones: each open response is sent as
         INTERRUPTED, to go on elsewhere. For a service that ends. Repeat: no effect."""

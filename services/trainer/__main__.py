@@ -14,6 +14,7 @@ import torch
 import uvloop
 
 from rollpacker.observability import set_up_logging
+from rollpacker.observability.metrics import serve_metrics
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.store.redis_client import open_client
@@ -21,6 +22,7 @@ from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2_grpc
 from services.trainer.leader import Leader
 from services.trainer.open_run import Roots
 from services.trainer.ranks import Ranks
+from services.trainer.readings import trainer_readings
 from services.trainer.replica import follow
 from services.trainer.server import TrainerServicer
 from services.trainer.session import Session
@@ -33,7 +35,7 @@ _log = logging.getLogger("services.trainer")
 def main() -> None:
     """Run until SIGTERM."""
     settings = TrainerServiceSettings()
-    set_up_logging("trainer", settings.log_level)
+    set_up_logging("trainer", settings.log_level, settings.log_format, settings.worker_id)
     torch.set_num_threads(settings.threads)
     ranks = Ranks(settings.device, settings.rank_timeout_seconds, settings.shard_size)
     _log.info(
@@ -72,10 +74,14 @@ async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
     async def heartbeat() -> None:
         await run_heartbeat(settings, coordinator_service_pb2.WORKER_KIND_TRAINER, server.address)
 
-    try:
-        await serve(
-            server, address_file=settings.address_file, background=[leader.watch, heartbeat]
+    async def metrics() -> None:
+        await serve_metrics(
+            settings.metrics_address, lambda: trainer_readings(session, ranks.world_size)
         )
+
+    background = [leader.watch, heartbeat, metrics]
+    try:
+        await serve(server, address_file=settings.address_file, background=background)
     finally:
         await session.close()
         await leader.close()

@@ -181,6 +181,7 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
         self.unavailable = 0  # calls that fail so
         self.failing = False  # every call does, for good
         self.flipped = False  # right is wrong
+        self.never_right = False
 
     async def ScoreResponse(self, request: Any, context: Any) -> Any:
         if self.unavailable:
@@ -188,7 +189,7 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
             raise UnavailableError("AWAY", "try again")
         if self.failing:
             raise InternalError("GRADER_FAILED", "no use")
-        correct = (len(request.response_text) % 2 == 0) != self.flipped
+        correct = (len(request.response_text) % 2 == 0) != self.flipped and not self.never_right
         return reward_service_pb2.ScoreResponseResponse(
             reward=float(correct),
             verdict=types_pb2.VERDICT_CORRECT if correct else types_pb2.VERDICT_INCORRECT,

@@ -10,12 +10,14 @@ there. All calls block on the disk; an asyncio caller uses a thread, one call at
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollpacker.observability.metric_names import with_aliases
 from rollpacker.types import PromptGroup, StepRecord
 from services.coordinator.outputs.lines import (
     ValidationLine,
@@ -84,6 +86,7 @@ class RunOutputs:
         lines = [line + "\n" for group in groups for line in group_to_lines(group)]
         write_atomic(self._files.samples_file(record.step), "".join(lines))
         line = step_line(record)
+        line = dataclasses.replace(line, metrics=with_aliases(line.metrics))
         self._train_log.write(line.step, line.end_time, line.metrics)
         self._files.metrics.append(step_line_to_json(line))
         self._newest_step = record.step
