@@ -16,7 +16,7 @@ from rollpacker.types import StepRecord
 PREFIX = "alarm/"
 WINDOW = 20  # records that rules look at
 _FEW = 3  # steps before anything is said
-_NEWEST = 5  # steps that a share is averaged over
+_NEWEST = 5  # steps that a rule of shares or rewards looks at
 _MOST_TRUNCATED = 0.5
 _MOST_ZERO_VARIANCE = 0.9
 _MOST_LOOPS = 0.05
@@ -48,7 +48,7 @@ def raised_alarms(records: Records) -> list[Alarm]:
 
 
 def _no_reward(records: Records) -> bool:
-    rewards = _values(records, "reward/mean")
+    rewards = _values(records, "reward/mean")[-_NEWEST:]
     return len(rewards) >= _FEW and not any(rewards)
 
 

@@ -105,10 +105,10 @@ async def test_a_run_that_goes_on_or_rewinds_is_watched_by_the_records_that_it_h
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = Records()
-    store.kept = records([0.4] * 10 + [0.0] * 10, "reward/mean")
+    store.kept = records([0.0] * 10 + [0.4] * 10, "reward/mean")
     watch = AlarmWatch(cast(RunStore, store))
     goes_on = await watch.checked(record(20, HEALTHY | {"reward/mean": 0.0}))
-    assert PREFIX + "no_reward" not in goes_on.metrics  # step 1 to 9 had rewards
+    assert PREFIX + "no_reward" not in goes_on.metrics  # steps 16 to 19 had rewards
     store.kept = records([0.0] * 5, "reward/mean")
     rewound = await watch.checked(record(5, HEALTHY | {"reward/mean": 0.0}))
     assert PREFIX + "no_reward" in rewound.metrics

@@ -64,7 +64,7 @@ def test_a_line_holds_the_record_and_its_metrics(
             "end_time": record.end_time,
             "weight_version": 1,
             "trained_groups": len(groups),
-            **record.metrics,
+            **with_aliases(record.metrics),
         }
     ]
 
