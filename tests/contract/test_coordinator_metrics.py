@@ -40,7 +40,7 @@ async def test_every_metric_of_a_run_stands_in_the_registry(cluster: Cluster) ->
 
 
 async def test_a_run_without_any_reward_raises_the_alarm(cluster: Cluster) -> None:  # noqa: F811
-    cluster.reward.reward_of = lambda _text: 0.0
+    cluster.reward.never_right = True
     async with coordinator(cluster) as c:
         await c.start(run_settings(cluster.directory, prompts=24))
         await c.until_ended()

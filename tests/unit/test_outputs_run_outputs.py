@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from outputs_example_run import RUN_ID, ExampleRun, GroupsOfStep
 
+from rollpacker.observability.metric_names import with_aliases
 from services.coordinator.outputs import RunDirectoryError, RunOutputs, read_step_samples
 
 
