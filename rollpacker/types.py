@@ -239,6 +239,7 @@ class EngineSpec:
     weights_uri: str
     tensor_parallel_size: int = 0  # 0 leaves it as it is
     resident: bool = True
+    weights_address: str = ""  # who serves them where weights_uri cannot be read
 
 
 @dataclass(frozen=True, slots=True)

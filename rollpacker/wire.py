@@ -258,6 +258,7 @@ def engine_spec_to_proto(spec: types.EngineSpec) -> rollout_service_pb2.EngineSp
             if spec.resident
             else rollout_service_pb2.MEMORY_STATE_RELEASED
         ),
+        weights_address=spec.weights_address,
     )
 
 
@@ -268,6 +269,7 @@ def engine_spec_from_proto(spec: rollout_service_pb2.EngineSpec) -> types.Engine
         weights_uri=spec.weights_uri,
         tensor_parallel_size=spec.tensor_parallel_size,
         resident=spec.memory_state != rollout_service_pb2.MEMORY_STATE_RELEASED,
+        weights_address=spec.weights_address,
     )
 
 

@@ -125,12 +125,12 @@ def _worker_spec(
         "address": layout.address(name),
         "coordinator_address": layout.reached_at(COORDINATOR),
         "advertise_address": layout.reached_at(name),
-        **more,
     }
     if kind != "reward":
         settings["weights_root"] = layout.weights
     if kind == "trainer":
         settings |= {"redis_url": redis_url, "checkpoint_root": layout.checkpoints}
+    settings |= more
     command = _module(f"services.{kind}")
     if kind == "trainer" and size.trainers > 1:
         command = _torchrun(size.trainers, layout.ports[RENDEZVOUS], command)

@@ -123,6 +123,12 @@ class InternalError(ServiceError):
     code = grpc.StatusCode.INTERNAL
 
 
+class DataLossError(ServiceError):
+    """What arrived or lies on disk is damaged."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
 class UnimplementedError(ServiceError):
     """The peer does not know this call: another version of RollPacker."""
 
@@ -144,6 +150,7 @@ _TABLE: dict[grpc.StatusCode, type[ServiceError]] = {
         CancelledError,
         UnavailableError,
         InternalError,
+        DataLossError,
         UnimplementedError,
     )
 }

@@ -55,6 +55,7 @@ class EngineSpec(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     MEMORY_STATE_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ADDRESS_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
     """Optimizer updates applied to these weights; 0 is the initial checkpoint."""
     weights_uri: _builtins.str
@@ -65,6 +66,10 @@ class EngineSpec(_message.Message):
     """Whether weights and KV cache occupy device memory."""
     run_id: _builtins.str
     """Run whose weights these are."""
+    weights_address: _builtins.str
+    """Where WeightsService serves them, "host:port"; asked when weights_uri is not
+    below the weights root of the service.
+    """
     def __init__(
         self,
         *,
@@ -73,10 +78,11 @@ class EngineSpec(_message.Message):
         tensor_parallel_size: _builtins.int = ...,
         memory_state: Global___MemoryState.ValueType = ...,
         run_id: _builtins.str = ...,
+        weights_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_state", b"memory_state", "run_id", b"run_id", "tensor_parallel_size", b"tensor_parallel_size", "weight_version", b"weight_version", "weights_uri", b"weights_uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_state", b"memory_state", "run_id", b"run_id", "tensor_parallel_size", b"tensor_parallel_size", "weight_version", b"weight_version", "weights_address", b"weights_address", "weights_uri", b"weights_uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

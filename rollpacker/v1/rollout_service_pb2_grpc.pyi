@@ -38,7 +38,11 @@ class RolloutServiceStub:
     Repeat: applying the spec in force returns at once.
     While responses of other weights still run, they are aborted first.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
-    NOT_FOUND (WEIGHTS_NOT_FOUND): no complete weights at weights_uri.
+    Weights that are not below the service's weights root are received from weights_address first; what was received
+    before the call failed is kept for the next one.
+    NOT_FOUND (WEIGHTS_NOT_FOUND): no complete weights at weights_uri, nor at weights_address.
+    DATA_LOSS (WEIGHTS_DAMAGED): their SHA-256 is not the one of their manifest.
+    UNAVAILABLE, DEADLINE_EXCEEDED: receiving them broke off, or stalled; try again.
     PERMISSION_DENIED (WEIGHTS_OUTSIDE_ROOT): weights_uri is not below the service's weights root.
     INVALID_ARGUMENT: a field that the engine cannot serve, named in BadRequest.
     """
@@ -66,7 +70,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Repeat: applying the spec in force returns at once.
     While responses of other weights still run, they are aborted first.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
-    NOT_FOUND (WEIGHTS_NOT_FOUND): no complete weights at weights_uri.
+    Weights that are not below the service's weights root are received from weights_address first; what was received
+    before the call failed is kept for the next one.
+    NOT_FOUND (WEIGHTS_NOT_FOUND): no complete weights at weights_uri, nor at weights_address.
+    DATA_LOSS (WEIGHTS_DAMAGED): their SHA-256 is not the one of their manifest.
+    UNAVAILABLE, DEADLINE_EXCEEDED: receiving them broke off, or stalled; try again.
     PERMISSION_DENIED (WEIGHTS_OUTSIDE_ROOT): weights_uri is not below the service's weights root.
     INVALID_ARGUMENT: a field that the engine cannot serve, named in BadRequest.
     """
@@ -97,7 +105,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: applying the spec in force returns at once.
         While responses of other weights still run, they are aborted first.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
-        NOT_FOUND (WEIGHTS_NOT_FOUND): no complete weights at weights_uri.
+        Weights that are not below the service's weights root are received from weights_address first; what was received
+        before the call failed is kept for the next one.
+        NOT_FOUND (WEIGHTS_NOT_FOUND): no complete weights at weights_uri, nor at weights_address.
+        DATA_LOSS (WEIGHTS_DAMAGED): their SHA-256 is not the one of their manifest.
+        UNAVAILABLE, DEADLINE_EXCEEDED: receiving them broke off, or stalled; try again.
         PERMISSION_DENIED (WEIGHTS_OUTSIDE_ROOT): weights_uri is not below the service's weights root.
         INVALID_ARGUMENT: a field that the engine cannot serve, named in BadRequest.
         """

@@ -8,6 +8,7 @@ again and joins anew; so does one that registers in the middle of a round.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -126,8 +127,11 @@ class ReplicaSet:
     async def _apply(self, worker: Worker) -> rollout_service_pb2.EngineStats:
         """Bring one replica to the spec; returns its limits."""
         stub = rollout_service_pb2_grpc.RolloutServiceStub(worker.channel)
+        trainers = self._workers.alive(coordinator_service_pb2.WORKER_KIND_TRAINER)
+        address = trainers[0].address if trainers else ""
+        spec = dataclasses.replace(self._spec, weights_address=address)
         request = rollout_service_pb2.ApplyEngineSpecRequest(
-            spec=wire.engine_spec_to_proto(self._spec), fence=self._fence
+            spec=wire.engine_spec_to_proto(spec), fence=self._fence
         )
         await call(lambda: stub.ApplyEngineSpec(request, timeout=_APPLY_SECONDS))
         engine = await call(

@@ -13,6 +13,7 @@ import uvloop
 
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
+from rollpacker.refit.receiver import Receiver
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2_grpc
@@ -22,6 +23,7 @@ from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
 from services.rollout.settings import RolloutServiceSettings
 from services.rollout.sglang_engine import SglangEngine, SglangOptions
 from services.rollout.torch_engine import TorchEngine
+from services.rollout.weights_location import WeightsSource
 
 
 def main() -> None:
@@ -35,8 +37,15 @@ def main() -> None:
 async def run(settings: RolloutServiceSettings) -> None:
     """The life of one replica."""
     engine = make_engine(settings)
+    receiver = Receiver(
+        settings.weights_root / "received" / settings.worker_id,
+        seconds=settings.refit_seconds,
+        broadcast_host=settings.broadcast_host,
+    )
     servicer = RolloutServicer(
-        engine, replica_id=settings.worker_id, weights_root=settings.weights_root
+        engine,
+        replica_id=settings.worker_id,
+        weights=WeightsSource(settings.weights_root, receiver),
     )
     server = RpcServer(
         settings.address,

@@ -1,9 +1,10 @@
 """RolloutService: checks requests, translates them, leaves the rest to the engine.
 
 The service knows one spec in force, or none. GenerateGroup runs only against the spec in force;
-ApplyEngineSpec changes it: refuse new groups, abort the running ones, load, then take groups
-again. Applying goes on when its caller gives up, so that spec and engine never disagree; after an
-error the previous spec is in force again. Aborted groups end with their prefixes (INTERRUPTED).
+ApplyEngineSpec changes it: get hold of the weights, refuse new groups, abort the running ones,
+load, then take groups again. Applying goes on when its caller gives up, so that spec and engine
+never disagree; after an error the previous spec is in force again. Aborted groups end with their
+prefixes (INTERRUPTED).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import itertools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -34,7 +34,7 @@ from services.rollout.engine import (
     PromptTooLongError,
     WeightsNotFoundError,
 )
-from services.rollout.weights_location import weights_directory
+from services.rollout.weights_location import WeightsSource
 
 SERVICE_NAME = "rollpacker.v1.RolloutService"
 _NO_SPEC = EngineSpec(run_id="", weight_version=-1, weights_uri="", resident=False)
@@ -45,10 +45,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     """One engine; every method is a contract of rollout_service.proto."""
 
-    def __init__(self, engine: Engine, *, replica_id: str, weights_root: Path) -> None:
+    def __init__(self, engine: Engine, *, replica_id: str, weights: WeightsSource) -> None:
         self._engine = engine
         self._replica_id = replica_id
-        self._weights_root = weights_root
+        self._weights = weights
         self._spec = _NO_SPEC
         self._applying = asyncio.Lock()
         self._fence = 0  # the highest seen
@@ -128,11 +128,9 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             if spec.tensor_parallel_size == 0:
                 size = before.tensor_parallel_size
                 spec = dataclasses.replace(spec, tensor_parallel_size=size)
-            if spec == before:
-                return spec
-            directory = None
-            if spec.resident:
-                directory = weights_directory(spec.weights_uri, self._weights_root)
+            if dataclasses.replace(spec, weights_address=before.weights_address) == before:
+                return before
+            directory = await self._weights.directory(spec) if spec.resident else None
             self._spec = dataclasses.replace(before, resident=False)  # takes no groups meanwhile
             try:
                 await self._engine.abort(tuple(self._running))

@@ -17,6 +17,14 @@ class RolloutServiceSettings(WorkerSettings):
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="ROLLPACKER_ROLLOUT_")
 
     weights_root: Path = Field(description="weights are loaded from below it only")
+    refit_seconds: float = Field(
+        300.0, gt=0, description="weights that are not below weights_root must arrive within"
+    )
+    broadcast_host: str = Field(
+        "",
+        description="this host, as the trainer and other replicas reach it: weights are received by"
+        " a gloo broadcast, without encryption; default: they are streamed over gRPC",
+    )
     engine: Literal["torch", "sglang"] = Field(
         "torch", description="torch: the embedded engine; sglang: an SGLang server"
     )

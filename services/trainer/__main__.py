@@ -10,15 +10,23 @@ from __future__ import annotations
 import logging
 import signal
 
+import grpc.aio
 import torch
 import uvloop
 
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
+from rollpacker.refit import sender
+from rollpacker.refit.broadcast import Broadcaster
+from rollpacker.refit.sender import WeightsServicer
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.store.redis_client import open_client
-from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2_grpc
+from rollpacker.v1 import (
+    coordinator_service_pb2,
+    trainer_service_pb2_grpc,
+    weights_service_pb2_grpc,
+)
 from services.trainer.leader import Leader
 from services.trainer.open_run import Roots
 from services.trainer.ranks import Ranks
@@ -63,12 +71,16 @@ async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
     redis = open_client(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
     session = Session(redis, leader, Roots(settings.weights_root, settings.checkpoint_root))
     servicer = TrainerServicer(session, ranks.world_size)
+    host = settings.broadcast_host
+    broadcaster = Broadcaster(host, settings.broadcast_seconds) if host else None
+    weights = WeightsServicer(settings.weights_root, broadcaster)
+
+    def register(grpc_server: grpc.aio.Server) -> None:
+        trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, grpc_server)
+        weights_service_pb2_grpc.add_WeightsServiceServicer_to_server(weights, grpc_server)
+
     server = RpcServer(
-        settings.address,
-        ["rollpacker.v1.TrainerService"],
-        lambda grpc_server: trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(
-            servicer, grpc_server
-        ),
+        settings.address, ["rollpacker.v1.TrainerService", sender.SERVICE_NAME], register
     )
 
     async def heartbeat() -> None:

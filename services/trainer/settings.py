@@ -39,6 +39,14 @@ class TrainerServiceSettings(WorkerSettings):
     rank_timeout_seconds: float = Field(
         600, gt=0, description="how long a rank waits for another one before it gives up"
     )
+    broadcast_host: str = Field(
+        "",
+        description="this host, as rollout hosts reach it: weights are broadcast to them by gloo,"
+        " without encryption; default: they are streamed over gRPC",
+    )
+    broadcast_seconds: float = Field(
+        60, gt=0, description="a broadcast that stalls for so long is given up"
+    )
 
 
 class OpenRunSettings(TrainerSettings):

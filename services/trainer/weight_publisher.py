@@ -1,8 +1,8 @@
 """Published weights of one run: `{weights_root}/{run_id}/step_{weight_version:06d}/`.
 
 A published directory is what `transformers` and every engine load: safetensors, config.json, the
-generation config and tokenizer files of the initial model, and `manifest.json` with the size and
-SHA-256 of each file. It is written aside and renamed, so a directory under its final name is
+generation config and tokenizer files of the initial model, and `manifest.json` (see
+`rollpacker.refit`). It is written aside and renamed, so a directory under its final name is
 whole; it is replaced whole or not at all. The last few versions stay, for engines that still
 read them.
 
@@ -12,14 +12,14 @@ weights again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from rollpacker.refit.manifest import MANIFEST, Manifest
 
 _PREFIX = "step_"
 _KEEP = 4
@@ -66,7 +66,8 @@ class WeightPublisher:
         config.save_pretrained(aside)
         for path in self._companions:
             shutil.copyfile(path, aside / path.name)
-        _write_manifest(aside, weight_version)
+        manifest = Manifest.of_directory(aside, weight_version)
+        (aside / MANIFEST).write_bytes(manifest.to_json())
         final = self._path(weight_version)
         if final.exists():
             replaced = self._directory / f".replaced-{weight_version:06d}"
@@ -88,18 +89,3 @@ class WeightPublisher:
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path)
-
-
-def _write_manifest(directory: Path, weight_version: int) -> None:
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(directory.iterdir())
-    }
-    manifest = {"weight_version": weight_version, "files": files}
-    text = json.dumps(manifest, indent=1)
-    (directory / "manifest.json").write_text(text, encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,6 +20,7 @@ from rollpacker.v1 import rollout_service_pb2_grpc, types_pb2
 from services.rollout.engine import EngineError
 from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
 from services.rollout.torch_engine import TorchEngine
+from services.rollout.weights_location import WeightsSource
 from tests.tiny_models import CONTEXT, FOREVER, PROMPT, STOP, VOCABULARY, save_model
 
 SEEDS = (11, 22, 33, 44)
@@ -112,7 +113,7 @@ def weights_root(tmp_path_factory) -> Path:
 @asynccontextmanager
 async def running_service(root: Path, **settings):
     engine = TorchEngine(**{"slots": 64, "dtype": "float64", **settings})
-    servicer = RolloutServicer(engine, replica_id="rollout-0", weights_root=root)
+    servicer = RolloutServicer(engine, replica_id="rollout-0", weights=WeightsSource(root))
     server = RpcServer(
         "127.0.0.1:0",
         [SERVICE_NAME],
