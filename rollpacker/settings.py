@@ -305,6 +305,9 @@ class ServiceSettings(BaseSettings):
     metrics_address: str = Field(
         "", description="host:port of /metrics for Prometheus; default: there is none"
     )
+    trace_endpoint: str = Field(
+        "", description="OTLP endpoint for traces, http://host:4317; default: there are none"
+    )
 
 
 Address = Annotated[str, Field(description='"host:port" or "unix:///path"')]

@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from rollpacker.observability.tracing import client_interceptors
 from rollpacker.rpc import errors
 from rollpacker.rpc.security import SERVER_NAME, Security
 from rollpacker.rpc.server import MAX_MESSAGE_BYTES
@@ -42,9 +43,16 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """
     security = Security.from_environment()
     if not security.uses_tls:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(
+            address, options=_OPTIONS, interceptors=client_interceptors()
+        )
     options = (*_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
-    return grpc.aio.secure_channel(address, security.channel_credentials(), options=options)
+    return grpc.aio.secure_channel(
+        address,
+        security.channel_credentials(),
+        options=options,
+        interceptors=client_interceptors(),
+    )
 
 
 async def call(make: Callable[[], Awaitable[Result]]) -> Result:

@@ -21,8 +21,10 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from rollpacker.observability import log_context
-from rollpacker.observability.rpc_metrics import MetricsInterceptor
+from rollpacker.observability.rpc_metrics import measured
+from rollpacker.observability.tracing import server_interceptors, stop_tracing
 from rollpacker.rpc import errors
+from rollpacker.rpc.around import AroundInterceptor
 from rollpacker.rpc.security import Security, TokenInterceptor, TokenTable
 from rollpacker.tasks import end_tasks
 
@@ -56,7 +58,7 @@ class RpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor()]
         if security.accepted_tokens_file is not None:
             interceptors.insert(0, TokenInterceptor(TokenTable(security.accepted_tokens_file)))
-        interceptors.insert(0, MetricsInterceptor())
+        interceptors = [AroundInterceptor(measured), *server_interceptors(), *interceptors]
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._health = HealthServicer()
         self._names = tuple(service_names)
@@ -123,6 +125,7 @@ async def serve(
     finally:
         await end_tasks(*tasks, stopped)
         await server.stop()
+        await asyncio.to_thread(stop_tracing)
 
 
 def _write_whole(path: Path, text: str) -> None:

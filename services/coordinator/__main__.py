@@ -10,6 +10,7 @@ import uvloop
 
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
+from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.store.redis_client import connect
 from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -43,7 +44,8 @@ async def main(settings: CoordinatorSettings) -> None:
 
 if __name__ == "__main__":
     settings = CoordinatorSettings()
-    set_up_logging("coordinator", settings.log_level, settings.log_format)
+    set_up_logging("coordinator", settings.log_level, settings.log_format, settings.coordinator_id)
+    set_up_tracing("coordinator", settings.trace_endpoint, settings.coordinator_id)
     try:
         uvloop.run(main(settings))
     except LeaseLostError as error:

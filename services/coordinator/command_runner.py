@@ -24,6 +24,7 @@ from typing import Any
 
 from rollpacker import wire
 from rollpacker.observability import log_context
+from rollpacker.observability.tracing import span
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
@@ -134,8 +135,9 @@ class CommandRunner:
                 self._events.put_nowait(
                     GroupRestored(time.monotonic(), group.draw.id, tokens, carried)
                 )
-            self._spawn(self._replicas.run(self._events.put_nowait))
-            finish = await self._loop()
+            with span("round", run=self._context.run_id, step=self._context.step):
+                self._spawn(self._replicas.run(self._events.put_nowait))
+                finish = await self._loop()
             return RoundResult(
                 finish,
                 [*restored, *self._groups],
@@ -209,9 +211,11 @@ class CommandRunner:
         log_context(prompt=draw.prompt_id, replica=replica_id)
         self._idle.group_started(replica_id, time.monotonic())
         try:
-            async with contextlib.aclosing(self._stream(draw, replica_id, indices)) as messages:
-                async for message in messages:
-                    self._take(draw, message, missing)
+            with span("group", prompt=draw.prompt_id, replica=replica_id):
+                messages = self._stream(draw, replica_id, indices)
+                async with contextlib.aclosing(messages):
+                    async for message in messages:
+                        self._take(draw, message, missing)
         except (ServiceError, InvalidResponseError, wire.WireError) as error:
             self._stream_failed(draw, replica_id, error)
         else:
@@ -321,9 +325,10 @@ class CommandRunner:
         prompt = self._context.prompts[draw]
         log_context(prompt=draw.prompt_id)
         try:
-            score = await self._rewards.score(
-                collected.response.response_id, collected.text, prompt
-            )
+            with span("score", response=collected.response.response_id):
+                score = await self._rewards.score(
+                    collected.response.response_id, collected.text, prompt
+                )
         except ServiceError as error:
             self._events.put_nowait(
                 RoundFailedError(f"prompt {prompt.prompt_id} cannot be scored: {error}")

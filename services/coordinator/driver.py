@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from rollpacker.data.dataset import DataCursor
 from rollpacker.data.run_data import RunData
+from rollpacker.observability.tracing import span
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
 from rollpacker.sampling import response_seeds
@@ -86,7 +87,8 @@ class RunDriver:
         while self.stop_mode not in _STOPS:
             state = await self._validated(state)
             try:
-                next_state = await self._step(state)
+                with span("step", is_root=True, run=self._context.run_id, step=state.step):
+                    next_state = await self._step(state)
             except RewindError as error:
                 next_state = await self._resuming.reconcile(state, error.opened)
             if next_state is None:

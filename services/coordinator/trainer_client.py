@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from google.protobuf.struct_pb2 import Struct
 
 from rollpacker import wire
+from rollpacker.observability.tracing import span
 from rollpacker.rpc.client import call_until
 from rollpacker.rpc.errors import FailedPreconditionError
 from rollpacker.settings import RunSettings
@@ -134,7 +135,8 @@ class TrainerClient:
             channel = (alive[0] if alive else worker).channel
             return make(trainer_service_pb2_grpc.TrainerServiceStub(channel))
 
-        return await call_until(attempt, seconds=away_seconds, what=f"the trainer ({what})")
+        with span(what, run=self._run_id):
+            return await call_until(attempt, seconds=away_seconds, what=f"the trainer ({what})")
 
 
 def _trainer_settings(settings: RunSettings) -> Struct:

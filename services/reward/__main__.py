@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
+from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import serve
 from rollpacker.store.redis_client import open_client
@@ -83,6 +84,7 @@ def main() -> None:
     """Read the settings from the environment and run."""
     settings = RewardServiceSettings()
     set_up_logging("reward", settings.log_level, settings.log_format, settings.worker_id)
+    set_up_tracing("reward", settings.trace_endpoint, settings.worker_id)
     uvloop.run(run(settings))
 
 

@@ -13,6 +13,7 @@ import uvloop
 
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
+from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.refit.receiver import Receiver
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
@@ -30,6 +31,7 @@ def main() -> None:
     """Run until SIGTERM, or until the engine fails."""
     settings = RolloutServiceSettings()
     set_up_logging("rollout", settings.log_level, settings.log_format, settings.worker_id)
+    set_up_tracing("rollout", settings.trace_endpoint, settings.worker_id)
     torch.set_num_threads(settings.threads)
     uvloop.run(run(settings))
 

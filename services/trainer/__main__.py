@@ -16,6 +16,7 @@ import uvloop
 
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
+from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.refit import sender
 from rollpacker.refit.broadcast import Broadcaster
 from rollpacker.refit.sender import WeightsServicer
@@ -67,6 +68,7 @@ def main() -> None:
 
 async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
     """The life of rank 0."""
+    set_up_tracing("trainer", settings.trace_endpoint, settings.worker_id)
     leader = Leader(ranks)
     redis = open_client(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
     session = Session(redis, leader, Roots(settings.weights_root, settings.checkpoint_root))
