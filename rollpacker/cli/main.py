@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from rollpacker.cli import check, demo, doctor, failures, grade, regrade, reports, runs, stack
+from rollpacker.cli import (
+    check,
+    demo,
+    doctor,
+    failures,
+    grade,
+    plan,
+    regrade,
+    reports,
+    runs,
+    stack,
+)
 
 app = typer.Typer(
     name="rollpacker",
@@ -17,6 +28,7 @@ app.command("up")(stack.up)
 app.command("demo")(demo.demo)
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 app.command("submit")(runs.submit)
 app.command("status")(reports.status)
 app.command("watch")(runs.watch_run)
