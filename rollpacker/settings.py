@@ -60,6 +60,11 @@ class TailBatchingSettings(Section):
         description="tokens per response of a deferred draw that are kept as a draft of its next"
         " round, where the engine takes over what the new weights confirm; 0: none",
     )
+    scale_down: bool = Field(
+        False,
+        description="release half of the rollout replicas, once per round, when the others can hold"
+        " what still runs; they give their memory to training until the next round",
+    )
 
     @model_validator(mode="after")
     def _fits_mode(self) -> Self:

@@ -70,6 +70,8 @@ METRICS = (
            "the same, of drafts with so many updates between them and their check"),
     Metric("carry/accepted_tokens_after_N_to_N", "tokens", "the same, confirmed"),
     Metric("carry/acceptance_after_N_to_N", "", "the same, as a share"),
+    Metric("scale_down/released_replicas", "replicas", "given up before the end of the round"),
+    Metric("scale_down/released_seconds", "s", "how long before its end, summed over them"),
     Metric("perf/trained_tokens", "tokens", "trained since the start of the run"),
     Metric("perf/generated_tokens", "tokens", "generated since the start of the run"),
     Metric("perf/waste", "", "generated / trained tokens since the start of the run"),

@@ -44,6 +44,7 @@ from rollpacker.policy.events import (
 )
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
 from rollpacker.policy.round_state import Group, GroupState, Replica
+from rollpacker.policy.scale_down import ReplicaLoad
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.types import DeferredDraw, Draw, DrawId
 
@@ -110,6 +111,23 @@ class Round:
     def deciding_tokens(self) -> int | None:
         """Running groups with more tokens than this in their longest response have lost."""
         return self._race.deciding_tokens
+
+    @property
+    def finished_share(self) -> float:
+        """Responses that have finished, of all that the round samples, 0 to 1."""
+        groups = self._groups.values()
+        total = sum(group.response_count for group in groups)
+        return sum(len(group.finished) for group in groups) / total
+
+    def replica_loads(self, prompt_tokens: Mapping[DrawId, int]) -> list[ReplicaLoad]:
+        """What runs where; empty while a group waits for room, as every replica is needed then."""
+        if self._waiting:
+            return []
+        return [
+            replica.load(name, self._groups, prompt_tokens)
+            for name, replica in self._replicas.items()
+            if not replica.draining
+        ]
 
     def outstanding(self) -> dict[DrawId, GroupState]:
         """The groups that the round still waits for, for logs."""

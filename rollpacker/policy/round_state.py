@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.policy.scale_down import ReplicaLoad, RunningResponse
 from rollpacker.types import Draw, DrawId
 
 
@@ -69,3 +71,15 @@ class Replica:
 
     def room(self) -> int:
         return self.capacity - self.used
+
+    def load(
+        self, name: str, groups: Mapping[DrawId, Group], prompt_tokens: Mapping[DrawId, int]
+    ) -> ReplicaLoad:
+        """Its running responses; those of one group have the mean of the group's tokens."""
+        running = [
+            RunningResponse(prompt_tokens[draw], groups[draw].running_tokens // len(missing))
+            for draw in self.running
+            if (missing := groups[draw].missing())
+            for _ in missing
+        ]
+        return ReplicaLoad(name, self.kv_budget_tokens, tuple(running))

@@ -14,7 +14,7 @@ the lengths that the run has seen so far.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -66,6 +66,31 @@ class LengthHistory:
         count = self._counts_from[longer]
         below_cap = self._tokens_from[longer] - self._tokens_from[capped]
         return (below_cap + cap * self._counts_from[capped]) / count
+
+
+class ScaleDown:
+    """The release of one round: asked after every event, it answers with replicas once at most."""
+
+    def __init__(
+        self, rules: ScaleDownRules, trained_lengths: Mapping[int, int], response_cap: int
+    ) -> None:
+        """`trained_lengths`: responses that the run has trained, by length in tokens."""
+        self._rules = rules
+        self._history = LengthHistory(trained_lengths)
+        self._cap = response_cap
+        self._last_look: float | None = None
+        self._released = False
+
+    def look(
+        self, finished_share: float, loads: Callable[[], Sequence[ReplicaLoad]]
+    ) -> tuple[str, ...]:
+        """The replicas to release now; `loads` is asked only when a look is due."""
+        if self._released or not next_look(self._rules, finished_share, self._last_look):
+            return ()
+        self._last_look = finished_share
+        names = replicas_to_release(self._rules, loads(), self._history, self._cap)
+        self._released = bool(names)
+        return names
 
 
 def next_look(rules: ScaleDownRules, finished_share: float, last_look: float | None) -> bool:

@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollpacker import wire
@@ -45,6 +46,7 @@ from rollpacker.policy.events import (
     ResponseScored,
 )
 from rollpacker.policy.round import Round
+from rollpacker.policy.scale_down import ScaleDown
 from rollpacker.rpc.client import stream
 from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, UnavailableError
 from rollpacker.tasks import end_tasks
@@ -89,6 +91,7 @@ class RoundResult:
     idle_share: float = 0.0  # of the replicas' time, without a group
     drafts: dict[DrawId, tuple[Draft, ...]] = field(default_factory=dict)  # of the deferred draws
     checked_drafts: tuple[CheckedDraft, ...] = ()
+    released: tuple[float, ...] = ()  # for each released replica, seconds until the end
 
 
 class CommandRunner:
@@ -102,7 +105,12 @@ class CommandRunner:
         rewards: RewardClient,
         emit: Callable[[PromptGroup], Awaitable[None]],
         on_progress: Callable[[Round], None],
+        scale_down: ScaleDown | None = None,
     ) -> None:
+        """`scale_down`: what may release replicas while the last responses run."""
+        self._scale_down = scale_down
+        self._released: dict[str, float] = {}  # when, monotonic
+        self._prompt_tokens = {d: len(p.token_ids) for d, p in context.prompts.items()}
         self._round = round_
         self._context = context
         self._replicas = replicas
@@ -138,12 +146,14 @@ class CommandRunner:
             with span("round", run=self._context.run_id, step=self._context.step):
                 self._spawn(self._replicas.run(self._events.put_nowait))
                 finish = await self._loop()
+            now = time.monotonic()
             return RoundResult(
                 finish,
                 [*restored, *self._groups],
-                idle_share=self._idle.share(time.monotonic()),
+                idle_share=self._idle.share(now),
                 drafts=self._drafts_left(finish),
                 checked_drafts=tuple(self._carry_over.checked),
+                released=tuple(now - at for at in self._released.values()),
             )
         finally:
             await end_tasks(*self._tasks)
@@ -162,7 +172,28 @@ class CommandRunner:
                 if isinstance(command, FinishRound):
                     return command
                 await self._carry_out(command)
+            self._release_replicas()
             self._report()
+
+    def _release_replicas(self) -> None:
+        if self._scale_down is None:
+            return
+        loads = partial(self._round.replica_loads, self._prompt_tokens)
+        for name in self._scale_down.look(self._round.finished_share, loads):
+            share = self._round.finished_share
+            _log.info("releasing replica %s with %.0f %% of the round done", name, 100 * share)
+            self._released[name] = time.monotonic()
+            self._draining.add(name)
+            self._events.put_nowait(ReplicaDraining(time.monotonic(), name))
+            self._spawn(self._release(name))
+
+    async def _release(self, replica_id: str) -> None:
+        """Its streams end with what they have, and go on elsewhere."""
+        try:
+            await self._replicas.release(replica_id, self._events.put_nowait)
+        except ServiceError as error:
+            _log.warning("replica %s was not released: %s", replica_id, error)
+        self._let_go_if_drained(replica_id)
 
     def _report(self) -> None:
         """Tell watchers, not more often than they can see."""

@@ -21,6 +21,7 @@ from rollpacker.data.dataset import DataCursor
 from rollpacker.data.run_data import RunData
 from rollpacker.observability.tracing import span
 from rollpacker.policy.round import Round
+from rollpacker.policy.scale_down import ScaleDown, ScaleDownRules
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
 from rollpacker.sampling import response_seeds
 from rollpacker.settings import RunSettings
@@ -228,11 +229,19 @@ class RunDriver:
             self._rewards,
             stream.append,
             on_progress,
+            self._scale_down_of(state),
         )
         started = time.monotonic()
         result = await runner.run(restored)
         ready = replicas.first_ready_at or started
         return dataclasses.replace(result, apply_seconds=max(0.0, ready - started))
+
+    def _scale_down_of(self, state: RunState) -> ScaleDown | None:
+        """What may release replicas of a round; None: the run does not."""
+        if not self._settings.tail_batching.scale_down:
+            return None
+        cap = self._sampling.max_response_tokens
+        return ScaleDown(ScaleDownRules(), state.totals.trained_lengths, cap)
 
     async def _finish(self, state: RunState, outcome: StepOutcome) -> StepResult:
         tokens = outcome.next_state.totals.trained_tokens - state.totals.trained_tokens

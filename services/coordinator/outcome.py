@@ -16,6 +16,7 @@ from services.coordinator.step_metrics import (
     idle_metrics,
     next_totals,
     round_metrics,
+    scale_down_metrics,
 )
 
 
@@ -52,6 +53,7 @@ def round_outcome(
         metrics={
             **round_metrics(planned, groups, finish, after),
             **carry_over_metrics(result.checked_drafts),
+            **scale_down_metrics(result.released),
             "timing_s/apply_weights": result.apply_seconds,
             "idle/replica_share": result.idle_share,
         },

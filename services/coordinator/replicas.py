@@ -2,7 +2,8 @@
 
 A replica is *serving* from the moment ApplyEngineSpec has returned until it is lost: its lease
 ended, its stream broke, or it answered that it serves other weights. A lost replica is brought up
-again and joins anew; so does one that registers in the middle of a round.
+again and joins anew; so does one that registers in the middle of a round. A *released* one is not,
+before the next round, unless no other is left.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2, rollout_
 from services.coordinator.workers import Worker, WorkerRegistry
 
 _APPLY_SECONDS = 600.0  # loading weights and building the model
+_RELEASE_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class ReplicaSet:
         self._fence = fence
         self._needs_replay = needs_replay
         self._serving: dict[str, Worker] = {}
+        self._limits: dict[str, rollout_service_pb2.EngineStats] = {}  # of those that ever served
+        self._released: set[str] = set()
         self._bringing_up: dict[str, asyncio.Task[None]] = {}
         self.first_ready_at: float | None = None  # monotonic
 
@@ -74,6 +78,28 @@ class ReplicaSet:
     def lost(self, replica_id: str) -> bool:
         """Forget a replica; False if it was not serving."""
         return self._serving.pop(replica_id, None) is not None
+
+    async def release(self, replica_id: str, tell: Callable[[Event | BaseException], None]) -> None:
+        """Let a replica give its memory up: it hands back what it runs, and takes no more.
+
+        Those that are kept may then run all that their slots hold. Raises ServiceError.
+        """
+        channel = self.channel(replica_id)
+        self._released.add(replica_id)
+        for name in self.serving():
+            if name not in self._released:
+                limits = self._limits[name]
+                tell(
+                    ReplicaJoined(
+                        time.monotonic(), name, limits.slot_count, limits.kv_budget_tokens
+                    )
+                )
+        spec = dataclasses.replace(self._spec, resident=False)
+        request = rollout_service_pb2.ApplyEngineSpecRequest(
+            spec=wire.engine_spec_to_proto(spec), fence=self._fence
+        )
+        stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
+        await call(lambda: stub.ApplyEngineSpec(request, timeout=_RELEASE_SECONDS))
 
     async def run(self, tell: Callable[[Event | BaseException], None]) -> None:
         """Bring replicas up and watch their leases, until cancelled."""
@@ -93,8 +119,11 @@ class ReplicaSet:
             self.lost(name)
             _log.warning("replica %s is lost: its lease ended, or it moved", name)
             tell(ReplicaLost(time.monotonic(), name))
+        if not self._serving and not self._bringing_up:
+            self._released.clear()
         for name, worker in alive.items():
-            if name not in self._serving and name not in self._bringing_up:
+            known = (*self._serving, *self._bringing_up, *self._released)
+            if name not in known:
                 self._bringing_up[name] = asyncio.create_task(self._bring_up(worker, tell))
 
     async def _bring_up(
@@ -111,6 +140,7 @@ class ReplicaSet:
             return
         else:
             self._serving[worker.worker_id] = worker
+            self._limits[worker.worker_id] = stats
             self.first_ready_at = self.first_ready_at or time.monotonic()
             capacity = min(max(1, stats.slot_count), self._fair_share())
             tell(

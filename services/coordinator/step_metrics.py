@@ -68,6 +68,14 @@ def carry_over_metrics(checked: Sequence[CheckedDraft]) -> dict[str, float]:
     return metrics
 
 
+def scale_down_metrics(released: Sequence[float]) -> dict[str, float]:
+    """The replicas that a round gave up early, and how long before its end."""
+    return {
+        "scale_down/released_replicas": float(len(released)),
+        "scale_down/released_seconds": sum(released),
+    }
+
+
 def _carried(checked: Sequence[CheckedDraft], suffix: str) -> dict[str, float]:
     draft_tokens = sum(draft.draft_tokens for draft in checked)
     accepted_tokens = sum(draft.accepted_tokens for draft in checked)

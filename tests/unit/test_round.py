@@ -445,3 +445,23 @@ def test_the_same_draw_twice_is_refused() -> None:
     plan = RoundPlan(0, RoundKind.LONG, 0, (), 2, 2, 1)
     with pytest.raises(ValueError, match="twice"):
         Round(rules, plan, [Draw(0, "x", (1,)), Draw(0, "x", (2,))])
+
+
+def test_loads_tell_what_runs_where_and_nothing_while_a_group_waits() -> None:
+    draws = [Draw(0, name, (1, 2)) for name in "abc"]
+    plan = RoundPlan(0, RoundKind.LONG, 0, (), 3, 3, 2)
+    round_ = Round(TailBatchingRules(3, 2), plan, draws)
+    prompt_tokens = {draw.id: 7 for draw in draws}
+    round_.handle(ReplicaJoined(0, "left", 2, 100))
+    round_.handle(ReplicaJoined(0, "right", 2, 100))
+    assert round_.replica_loads(prompt_tokens) == []
+    a, b, c = (draw.id for draw in draws)
+    round_.handle(ProgressReported(1, a, 5, 10))
+    round_.handle(ResponseFinished(2, b, 0, 3))
+    round_.handle(ResponseFinished(2, b, 1, 3))
+    assert round_.finished_share == 2 / 6
+    loads = {load.replica_id: load for load in round_.replica_loads(prompt_tokens)}
+    assert {r.generated_tokens for r in loads["left"].running + loads["right"].running} == {0, 5}
+    assert [r.prompt_tokens for r in loads["left"].running] == [7, 7]
+    round_.handle(ReplicaDraining(3, "left"))
+    assert [load.replica_id for load in round_.replica_loads(prompt_tokens)] == ["right"]

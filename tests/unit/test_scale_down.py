@@ -10,6 +10,7 @@ from rollpacker.policy.scale_down import (
     LengthHistory,
     ReplicaLoad,
     RunningResponse,
+    ScaleDown,
     ScaleDownRules,
     next_look,
     replicas_to_release,
@@ -70,3 +71,22 @@ def test_what_is_kept_can_always_hold_what_runs(loads, cap) -> None:
         need = sum(len(r.running) for r in replicas) * (10 + history.expected_length(50, cap))
         assert need <= kept * (1 - RULES.margin) + 1e-6
         assert len(released) == len(replicas) // 2
+
+
+def test_a_round_releases_once_and_asks_for_loads_only_when_a_look_is_due() -> None:
+    asked = []
+    room = ReplicaLoad("b", 1000, (RunningResponse(10, 5),))
+    full = ReplicaLoad("b", 100, (RunningResponse(10, 5),) * 4)
+
+    def loads(second: ReplicaLoad) -> list[ReplicaLoad]:
+        asked.append(second)
+        return [ReplicaLoad("a", second.kv_budget_tokens, ()), second]
+
+    scale_down = ScaleDown(RULES, {}, response_cap=40)
+    assert scale_down.look(0.1, lambda: loads(room)) == ()
+    assert asked == []
+    assert scale_down.look(0.2, lambda: loads(full)) == ()
+    assert scale_down.look(0.22, lambda: loads(room)) == ()
+    assert asked == [full]
+    assert scale_down.look(0.25, lambda: loads(room)) == ("a",)
+    assert scale_down.look(0.9, lambda: loads(room)) == ()

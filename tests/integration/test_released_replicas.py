@@ -1,0 +1,55 @@
+"""Rounds that give replicas up before their end: real processes, decided by the live policy.
+
+What a released replica decodes goes on at the others; the run must train what an undisturbed one
+trains, response for response, and the replica must serve the next round again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.real_runs import proof_settings, running_stack
+from tests.tiny_run import write_model
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPTS, STEPS = 16, 4
+
+
+def values(directory: Path, *, scale_down: bool) -> dict:
+    return proof_settings(
+        directory,
+        PROMPTS,
+        tail_batching={
+            "prompts_per_step": 4,
+            "responses_per_prompt": 4,
+            "scale_down": scale_down,
+        },
+        sampling={"max_response_tokens": 240},
+    )
+
+
+async def test_released_replicas_change_nothing_and_come_back(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    async with running_stack(tmp_path, rollouts=2) as real:
+        expected = await real.run("undisturbed", values(tmp_path, scale_down=False))
+        moved = 0
+        for attempt in range(2):
+            run_id = f"scaled-{attempt}"
+            trace = await real.run(run_id, values(tmp_path, scale_down=True))
+            assert trace.schedule == expected.schedule
+            assert trace.responses == expected.responses
+            metrics = real.metrics(run_id)
+            released = [step["scale_down/released_replicas"] for step in metrics]
+            assert set(released) <= {0.0, 1.0}
+            assert sum(released) >= 2, "released, and released again after it came back"
+            moved += sum(
+                scored.response.carried_token_count - scored.response.accepted_draft_token_count
+                for groups in real.samples(run_id)
+                for group in groups
+                for scored in group.responses
+            )
+    assert moved > 0
+    assert all(step["scale_down/released_replicas"] == 0 for step in real.metrics("undisturbed"))
