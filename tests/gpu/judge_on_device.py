@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from services.reward.judge_process import JudgeModelSettings
 from services.reward.judge_worker.model import JudgeModel, Reply, Request
 from services.reward.judge_worker.residency import spread
-from tests.unit.test_reward_judge_worker import save_judge
+from tests.judge_models import save_judge
 
 LAYERS = 16
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from rollpacker.types import GraderKind
 from services.reward.graders.grader import GradingLostError, GradingTask
@@ -29,27 +28,14 @@ from services.reward.judge_worker.model import (
 )
 from services.reward.judge_worker.residency import DeviceMemoryError, spread
 from services.reward.worker_pool import WorkerPool
-from tests.tiny_models import STOP, save_model
+from tests.judge_models import LAYERS, SCORE, save_decided_judge, save_judge
+from tests.tiny_models import STOP
 
-LAYERS = 5
-CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 REQUESTS = [
     Request((5, 6, 7, 8, 9), 24),
     Request((7, 7), 40, temperature=0.8, seed=3),
     Request((4, 9, 9, 12, 6, 5, 8, 11, 10), 16, temperature=1.3, seed=11),
 ]
-
-
-def save_judge(directory: Path, *, layers: int = LAYERS, **changes: Any) -> JudgeModelSettings:
-    """A random judge that reads single characters."""
-    save_model(directory, num_hidden_layers=layers, vocab_size=128, eos_token_id=STOP, **changes)
-    vocabulary = {chr(code): code for code in range(128)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=chr(STOP))
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(directory)
-    return JudgeModelSettings(str(directory), dtype="float32", batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +134,17 @@ def test_a_judge_that_cannot_be_is_told_with_its_knob(model: str, what: str) -> 
 
 
 async def test_a_killed_judge_starts_again_and_what_is_asked_meanwhile_is_answered(
-    settings: JudgeModelSettings,
+    tmp_path: Path,
 ) -> None:
     task = GradingTask(GraderKind.JUDGE, "an answer", json.dumps({"rubric": "Is it short?"}))
-    async with JudgeProcess(settings) as judge:
-        options = {"url": judge.url, "api_key": judge.token, "max_tokens": 8, "attempts": 2}
+    async with JudgeProcess(save_decided_judge(tmp_path)) as judge:
+        options = {"url": judge.url, "api_key": judge.token}
         async with WorkerPool(1, 5.0, settings={GraderKind.JUDGE: options}) as pool:
-            # A random model gives no verdict: that is no reward, by a judge that is alive.
-            with pytest.raises(Exception, match="no usable score in 2 replies"):
-                await pool.grade(task)
+            assert (await pool.grade(task)).score.reward == SCORE
             first = judge.pid
             assert first
             os.kill(first, signal.SIGKILL)
-            with pytest.raises(Exception, match="no usable score in 2 replies"):
-                await pool.grade(task)
+            assert (await pool.grade(task)).score.reward == SCORE
             assert judge.start_count == 2
             assert judge.pid != first
         stranger = JudgeGrader()
