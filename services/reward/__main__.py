@@ -21,6 +21,7 @@ from rollpacker.types import GraderKind
 from rollpacker.v1 import coordinator_service_pb2
 from services.reward.judge_process import JudgeProcess
 from services.reward.readings import reward_readings
+from services.reward.run_code import SideDoor
 from services.reward.scheduler import RewardScheduler
 from services.reward.server import make_server, report_graders
 from services.reward.settings import RewardServiceSettings
@@ -47,6 +48,10 @@ async def run(settings: RewardServiceSettings) -> None:
         verdicts: Counter[tuple[str, str]] = Counter()
         server = make_server(settings.address, pool, scheduler, verdicts)
         await report_graders(server, pool)
+        if settings.run_code_address:
+            limit = settings.code_time_limit_max_seconds
+            door = SideDoor(settings.run_code_address, settings.run_code_token, pool, limit)
+            stack.enter_context(door)
         heartbeat = partial(
             run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
         )

@@ -1,8 +1,9 @@
 """Messages between the service and its grading workers: four bytes of length, then JSON.
 
-Service to worker: {"load": kind, "settings": {...}} or {"grade": task}. Worker to service:
-{"loaded": kind}, {"unavailable": message}; {"score": score}, {"bad_reference": message},
-{"failed": message} or {"lost": message}. One reply per request, in order.
+Service to worker: {"load": kind, "settings": {...}}, {"grade": task} or {"run": program}. Worker to
+service: {"loaded": kind}, {"unavailable": message}; {"score": score}, {"ran": outcome},
+{"bad_reference": message}, {"failed": message} or {"lost": message}. One reply per request, in
+order.
 Nothing is pickled.
 """
 

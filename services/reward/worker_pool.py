@@ -21,10 +21,10 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rollpacker.types import GraderKind, Verdict
 from services.reward.graders.grader import (
@@ -32,6 +32,8 @@ from services.reward.graders.grader import (
     GraderFailedError,
     GraderUnavailableError,
     GradingTask,
+    ProgramOutcome,
+    ProgramTask,
     Score,
 )
 from services.reward.graders.registry import graders
@@ -43,6 +45,7 @@ from services.reward.worker_process import (
     WorkerProcess,
 )
 
+Outcome = TypeVar("Outcome")
 GraderSettings = Mapping[GraderKind, Mapping[str, Any]]
 WAITING_PER_SLOT = 1024
 _ATTEMPTS = 2  # on workers that die by themselves
@@ -62,8 +65,8 @@ class SlotsBusyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    task: GradingTask
-    outcome: asyncio.Future[GradingOutcome]
+    task: GradingTask | ProgramTask
+    outcome: asyncio.Future[Any]
 
 
 class WorkerPool:
@@ -153,8 +156,20 @@ class WorkerPool:
         Raises SlotsBusyError, WorkerLostError, BadReferenceError, GraderFailedError,
         GraderUnavailableError.
         """
-        if task.grader_kind in self.unavailable:
-            raise GraderUnavailableError(self.unavailable[task.grader_kind])
+        outcome: GradingOutcome = await self._in_line(task.grader_kind, task)
+        return outcome
+
+    async def run(self, task: ProgramTask) -> ProgramOutcome:
+        """Run a program in a sandbox, in the same line and slots.
+
+        Raises SlotsBusyError, WorkerLostError, GraderUnavailableError.
+        """
+        outcome: ProgramOutcome = await self._in_line(GraderKind.CODE, task)
+        return outcome
+
+    async def _in_line(self, kind: GraderKind, task: GradingTask | ProgramTask) -> Any:
+        if kind in self.unavailable:
+            raise GraderUnavailableError(self.unavailable[kind])
         waiting = self._line.qsize()
         if waiting >= self._waiting_limit:
             seconds = waiting * self._mean_seconds / self.slot_count
@@ -176,7 +191,7 @@ class WorkerPool:
 
     async def _work(self, slot: _Slot, job: _Job) -> None:
         try:
-            outcome = await slot.grade(job.task)
+            outcome = await slot.work(job.task)
         except (
             WorkerLostError,
             BadReferenceError,
@@ -188,7 +203,7 @@ class WorkerPool:
             _fail(job, WorkerLostError("the reward service stops"))
             raise
         else:
-            self._mean_seconds += _MEAN_WEIGHT * (outcome.elapsed_seconds - self._mean_seconds)
+            self._mean_seconds += _MEAN_WEIGHT * (_seconds(outcome) - self._mean_seconds)
             if not job.outcome.done():
                 job.outcome.set_result(outcome)
 
@@ -225,10 +240,12 @@ class _Slot:
         if worker:
             await worker.kill()
 
-    async def grade(self, task: GradingTask) -> GradingOutcome:
+    async def work(self, task: GradingTask | ProgramTask) -> GradingOutcome | ProgramOutcome:
         """See the module for what can happen."""
         self.busy = True
         try:
+            if isinstance(task, ProgramTask):
+                return await self._on_worker(GraderKind.CODE, lambda worker: worker.run(task))
             return await self._grade(task)
         finally:
             self.busy = False
@@ -236,26 +253,38 @@ class _Slot:
     async def _grade(self, task: GradingTask) -> GradingOutcome:
         grader = graders()[task.grader_kind]
         limit = math.inf if grader.keeps_own_limits else self._time_limit_seconds
+        try:
+            return await self._on_worker(task.grader_kind, lambda worker: worker.grade(task, limit))
+        except TimeLimitError:
+            await self.drop_worker()
+            if grader.late_is_verdict:
+                return GradingOutcome(Score(0.0, Verdict.TIMED_OUT), self._time_limit_seconds)
+            raise GraderFailedError(
+                f"grader {task.grader_kind.value} took more than {limit:g} s of CPU time"
+                f" or {WALL_FACTOR * limit:g} s; reference {task.reference_json:.100},"
+                f" response {task.response_text!r:.100}"
+            ) from None
+
+    async def _on_worker(
+        self, kind: GraderKind, use: Callable[[WorkerProcess], Awaitable[Outcome]]
+    ) -> Outcome:
+        """Once more on a fresh worker, if the first dies by itself. Raises WorkerLostError."""
         attempt = 1
         while True:
             try:
-                worker = await self.ready_worker(task.grader_kind)
-                return await worker.grade(task, limit)
-            except TimeLimitError:
-                await self.drop_worker()
-                if not grader.late_is_verdict:
-                    raise GraderFailedError(
-                        f"grader {task.grader_kind.value} took more than {limit:g} s of CPU time"
-                        f" or {WALL_FACTOR * limit:g} s; reference {task.reference_json:.100},"
-                        f" response {task.response_text!r:.100}"
-                    ) from None
-                return GradingOutcome(Score(0.0, Verdict.TIMED_OUT), self._time_limit_seconds)
+                return await use(await self.ready_worker(kind))
             except WorkerLostError as error:
                 _log.warning("%s", error)
                 await self.drop_worker()
                 if attempt == _ATTEMPTS:
                     raise
                 attempt += 1
+
+
+def _seconds(outcome: GradingOutcome | ProgramOutcome) -> float:
+    if isinstance(outcome, ProgramOutcome):
+        return outcome.wall_seconds
+    return outcome.elapsed_seconds
 
 
 def _fail(job: _Job, error: Exception) -> None:

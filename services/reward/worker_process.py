@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,8 @@ from services.reward.graders.grader import (
     GraderFailedError,
     GraderUnavailableError,
     GradingTask,
+    ProgramOutcome,
+    ProgramTask,
     Score,
 )
 
@@ -129,6 +131,16 @@ class WorkerProcess:
             raise WorkerLostError(reply["lost"])
         score = framing.score_from_message(reply["score"])
         return GradingOutcome(score, time.monotonic() - start)
+
+    async def run(self, task: ProgramTask) -> ProgramOutcome:
+        """Run a program, within its own limits; the code grader is loaded.
+
+        Raises WorkerLostError.
+        """
+        reply = await self._ask({"run": asdict(task)})
+        if "lost" in reply:
+            raise WorkerLostError(reply["lost"])
+        return ProgramOutcome(**reply["ran"])
 
     async def kill(self) -> None:
         """End the process and wait until it is gone. Repeat: no effect."""

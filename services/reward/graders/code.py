@@ -35,6 +35,8 @@ from services.reward.graders.grader import (
     GraderUnavailableError,
     GradingLostError,
     GradingTask,
+    ProgramOutcome,
+    ProgramTask,
     Score,
     TestRun,
 )
@@ -132,6 +134,30 @@ class CodeGrader:
         finally:
             for sandbox in sandboxes:
                 sandbox.kill()
+
+    def run(self, task: ProgramTask) -> ProgramOutcome:
+        """Run a program in a sandbox of its own. Raises GradingLostError."""
+        sandbox, self._spare = self._spare or self._start(), None
+        output = bytearray()
+        settings = replace(
+            self._settings.sandbox,
+            memory_bytes=min(task.memory_bytes, self._settings.sandbox.memory_bytes),
+        )
+        job = settings.job(task.source, "program", task.cpu_seconds, setup={"traceback": True})
+        try:
+            program = Program(sandbox, job, output.extend)
+            program.feed(task.stdin.encode("utf-8", "surrogateescape"))
+            program.end_input()
+            drive([program])
+            stderr = sandbox.standard_error()
+        except SandboxLostError as error:
+            raise GradingLostError(str(error)) from error
+        finally:
+            sandbox.kill()
+        assert program.report
+        return ProgramOutcome(
+            stdout=output.decode(errors="replace"), stderr=stderr, **asdict(program.report)
+        )
 
     def _start(self) -> Sandbox:
         try:

@@ -50,6 +50,28 @@ class GradingTask:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramTask:
+    """A program to run, with nothing to compare."""
+
+    source: str
+    stdin: str
+    cpu_seconds: float
+    memory_bytes: int  # of address space
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOutcome:
+    """What a program did; its output is whatever it wrote, cut where it wrote too much."""
+
+    ended_by: str  # exit, signal, cpu, wall, output or threads
+    code: int  # exit code, or minus the signal
+    stdout: str
+    stderr: str
+    cpu_seconds: float
+    wall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TestRun:
     """One run of one test case."""
 

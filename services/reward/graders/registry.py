@@ -17,13 +17,19 @@ from services.reward.graders.reasoning_gym import ReasoningGymGrader
 
 
 @cache
+def code_grader() -> CodeGrader:
+    """The one of `graders`, which can also run a program without grading it."""
+    return CodeGrader()
+
+
+@cache
 def graders() -> Mapping[GraderKind, Grader]:
     """The graders by kind; reasoning_gym only where its package is installed.
 
     Whether code can be run on this host shows when a worker loads that grader."""
     offered: dict[GraderKind, Grader] = {
         GraderKind.MATH: MathGrader(),
-        GraderKind.CODE: CodeGrader(),
+        GraderKind.CODE: code_grader(),
         GraderKind.CUSTOM: CustomGrader(),
         GraderKind.JUDGE: JudgeGrader(),
     }

@@ -39,6 +39,7 @@ _START_LIMIT_SECONDS = 60.0  # on a very busy host
 _SLACK_SECONDS = 10.0  # beyond the wall limit, which the runner keeps
 _MOST_PAYLOAD = 1 << 20  # of a frame of a runner
 _COUNT_THREADS_SECONDS = 0.05
+_MOST_ERRORS = 1 << 16  # bytes
 
 
 class SandboxLostError(Exception):
@@ -130,6 +131,12 @@ class Sandbox:
         self._process.wait(_START_LIMIT_SECONDS)
         self._log.seek(0)
         return self._log.read(4096).decode(errors="replace").strip()
+
+    def standard_error(self) -> str:
+        """The end of what programs wrote to standard error so far: anything they like."""
+        log = self._log.fileno()
+        start = max(0, os.fstat(log).st_size - _MOST_ERRORS)
+        return os.pread(log, _MOST_ERRORS, start).decode(errors="replace")
 
     def kill(self) -> None:
         """End it and wait until nothing of it is left. Repeat: no effect."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import errno
 import gc
@@ -102,8 +103,20 @@ def run(job: dict[str, Any]) -> NoReturn:
     except SystemExit as end:
         code = _exit_code(end.code)
     except BaseException as error:  # noqa: BLE001  whatever it raises is its exit code
+        if job["mode"] == "program" and job["setup"]:
+            _tell(error)
         os._exit(_code_of(error))
     _finish(code)
+
+
+def _tell(error: BaseException) -> None:
+    """Its output so far, and its traceback: whoever runs a program by hand wants both."""
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        shown = error.__cause__ or error
+        traceback = shown.__traceback__
+        frames = traceback.tb_next if traceback else None  # without the frame of the runner
+        importlib.import_module("traceback").print_exception(type(shown), shown, frames)
 
 
 class CompileError(Exception):
