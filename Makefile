@@ -82,6 +82,15 @@ test-sglang: .venv/installed .venv-sglang/installed  ## test the SGLang engine o
 	ROLLPACKER_TEST_SGLANG_PYTHON=$(abspath .venv-sglang/bin/python) OMP_NUM_THREADS=1 \
 	  $(BIN)/pytest -q tests/sglang $(TEST_OPTIONS)
 
+# Playwright only drives the browser; the browser is Debian's (apt-get install chromium).
+.venv/playwright: .venv/installed
+	$(BIN)/pip install --quiet --constraint requirements.lock playwright==1.65.2
+	touch $@
+
+.PHONY: test-web
+test-web: .venv/installed .venv/playwright  ## test the web page in a headless Chromium; CHROMIUM=path
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/web/page_in_browser.py
+
 TOOLS := .venv-deploy/bin
 
 .venv-deploy/installed: deploy/requirements-tools.txt

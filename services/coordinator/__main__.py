@@ -18,6 +18,7 @@ from services.coordinator.readings import coordinator_readings
 from services.coordinator.runs import LeaseLostError, Runs
 from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.web import serve_web
 from services.coordinator.workers import WorkerRegistry
 
 
@@ -35,8 +36,9 @@ async def main(settings: CoordinatorSettings) -> None:
     metrics = partial(
         serve_metrics, settings.metrics_address, partial(coordinator_readings, runs, workers)
     )
+    web = partial(serve_web, settings.web_address, settings.web_token_file, runs, workers)
     try:
-        await serve(server, address_file=settings.address_file, background=[runs.run, metrics])
+        await serve(server, address_file=settings.address_file, background=[runs.run, metrics, web])
     finally:
         await workers.close()
         await redis.aclose()

@@ -86,8 +86,39 @@ class LoadedRun:
         return [line.metrics[name] for line in self.steps if name in line.metrics]
 
 
-def load_run(directory: Path) -> LoadedRun:
-    """Read a run directory. Raises RunDirectoryError."""
+class SampleCounts:
+    """Lengths by kind of round and verdicts by step, counted over the samples.
+
+    Steps that were counted before are not read again, unless one of them was written anew.
+    """
+
+    def __init__(self) -> None:
+        self._counted: dict[int, float] = {}  # step -> its commit
+        self.lengths: dict[RoundClass, Counter[int]] = {}
+        self.verdicts: dict[int, Counter[str]] = {}
+
+    def take(self, files: RunDirectory, steps: Iterable[StepLine]) -> None:
+        """Count what is new."""
+        times = {line.step: line.end_time for line in steps}
+        if any(times.get(step) != time for step, time in self._counted.items()):
+            self._counted, self.lengths, self.verdicts = {}, {}, {}
+        for line in steps:
+            if line.step not in self._counted:
+                self._add(line, list(_scan_step(files, line.step)))
+
+    def _add(self, line: StepLine, rows: list[ResponseRow]) -> None:
+        self._counted[line.step] = line.end_time
+        if rows:
+            counts = self.lengths.setdefault(round_class(line), Counter())
+            counts.update(row.token_count for row in rows)
+            self.verdicts[line.step] = Counter(row.verdict or NOT_SCORED for row in rows)
+
+
+def load_run(directory: Path, counts: SampleCounts | None = None) -> LoadedRun:
+    """Read a run directory; `counts` of an earlier reading save most of it.
+
+    Raises RunDirectoryError.
+    """
     files = RunDirectory(directory)
     run = read_json(files.run_file)
     try:
@@ -97,7 +128,8 @@ def load_run(directory: Path) -> LoadedRun:
         raise RunDirectoryError(
             f"{directory}: a line of metrics.jsonl or validation.jsonl lacks {error}; restore it"
         ) from error
-    lengths, verdicts = _count(files, steps)
+    counts = counts or SampleCounts()
+    counts.take(files, steps)
     return LoadedRun(
         files=files,
         run_id=str(run.get("run_id", directory.name)),
@@ -105,8 +137,8 @@ def load_run(directory: Path) -> LoadedRun:
         settings=run.get("settings", {}),
         steps=steps,
         validations=tuple(_with_own(measured, steps)),
-        lengths=lengths,
-        verdicts=verdicts,
+        lengths=dict(sorted(counts.lengths.items(), key=lambda item: item[0].sort_key)),
+        verdicts=counts.verdicts,
     )
 
 
@@ -140,22 +172,6 @@ def _with_own(measured: list[ValidationLine], steps: Iterable[StepLine]) -> list
         if values and line.step + 1 not in known:
             measured.append(ValidationLine(line.step + 1, OWN_VALIDATION, line.end_time, values))
     return sorted(measured, key=lambda line: line.step)
-
-
-def _count(
-    files: RunDirectory, steps: Iterable[StepLine]
-) -> tuple[dict[RoundClass, Counter[int]], dict[int, Counter[str]]]:
-    """Lengths by kind of round and verdicts by step, in one pass over the samples."""
-    lengths: dict[RoundClass, Counter[int]] = {}
-    verdicts: dict[int, Counter[str]] = {}
-    for line in steps:
-        rows = list(_scan_step(files, line.step))
-        if rows:
-            counts = lengths.setdefault(round_class(line), Counter())
-            counts.update(row.token_count for row in rows)
-            verdicts[line.step] = Counter(row.verdict or NOT_SCORED for row in rows)
-    ordered = sorted(lengths.items(), key=lambda item: item[0].sort_key)
-    return dict(ordered), verdicts
 
 
 def _scan_step(files: RunDirectory, step: int) -> Iterator[ResponseRow]:

@@ -40,7 +40,7 @@ _TEMPLATE = "report.html"
 _PROMPTS, _RESPONSES = "prompts_per_step", "responses_per_prompt"  # settings
 
 # Metric, title, what it means, reference line.
-_SCHEDULING_CURVES = (
+SCHEDULING_CURVES = (
     ("tail/queue_length", "Long-prompt queue", "draws waiting after the step", None),
     ("tail/max_age", "Oldest queued draw", "steps since its first launch", None),
     ("bias/ratio", "Length bias", "trained / uncensored length so far; 1: none", 1.0),
@@ -48,7 +48,7 @@ _SCHEDULING_CURVES = (
     ("perf/trained_tokens_per_second", "Speed", "trained tokens per second", None),
     ("tail/race_wait_s", "Race wait", "seconds until the other groups had passed the key", None),
 )
-_TRAINER_CURVES = (
+TRAINER_CURVES = (
     ("trainer/loss", "Loss", "policy loss of the update", None),
     ("trainer/grad_norm", "Gradient norm", "before clipping", None),
     ("trainer/entropy", "Entropy", "nats per token", None),
@@ -103,8 +103,8 @@ def build_report(
         timeline_note=_timeline_note(run),
         histogram=round_charts.length_histogram(run),
         length_chart=round_charts.length_chart(run),
-        scheduling=_curves(run, _SCHEDULING_CURVES),
-        trainer=_curves(run, _TRAINER_CURVES),
+        scheduling=_curves(run, SCHEDULING_CURVES),
+        trainer=_curves(run, TRAINER_CURVES),
         comparison=comparison,
         comparison_rows=comparison_rows(comparison) if comparison else [],
         table=steps_table(run),
@@ -114,9 +114,19 @@ def build_report(
     )
 
 
+def report_style() -> str:
+    """The style of the report; the pictures need its classes wherever they are shown."""
+    source = resources.files(__package__ or __name__).joinpath(_TEMPLATE).read_text("utf-8")
+    return _style(source)
+
+
+def _style(page: str) -> str:
+    return page.partition("<style>")[2].partition("</style>")[0]
+
+
 def content_security_policy(page: str) -> str:
     """Nothing but the page's own style block, which has no template tags in it."""
-    style = page.partition("<style>")[2].partition("</style>")[0]
+    style = _style(page)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 

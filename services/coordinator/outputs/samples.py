@@ -11,6 +11,7 @@ cut is exact: inside a JSON string every quote is escaped, so the bytes of HEAVY
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,12 @@ def scan(path: Path) -> Iterator[ResponseRow]:
             score_start_time=row["score_start_time"],
             score_time=row["score_time"],
         )
+
+
+def read_rows(path: Path, start: int, count: int) -> list[dict[str, Any]]:
+    """Some lines of a samples file, whole, as JSON values. Raises RunDirectoryError."""
+    lines = itertools.islice(enumerate(read_lines(path), start=1), start, start + count)
+    return [_parse(line, path, number) for number, line in lines]
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:

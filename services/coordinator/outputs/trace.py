@@ -181,13 +181,13 @@ def _add_replicas(writer: _Writer, rows: Iterable[ResponseRow]) -> None:
         writer.process(process, replica)
         number = 0
         for slot in sorted(slot for owner, slot in slots if owner == replica):
-            for extra, lane in enumerate(_slot_rows(slots[replica, slot])):
+            for extra, lane in enumerate(slot_rows(slots[replica, slot])):
                 number += 1
                 name = f"slot {slot}" if extra == 0 else f"slot {slot}, moved in"
                 writer.row(process, number, name, lane)
 
 
-def _slot_rows(spans: Sequence[Span]) -> list[list[Span]]:
+def slot_rows(spans: Sequence[Span]) -> list[list[Span]]:
     """A slot's spans, each begun when the one before ended; what lies inside others goes apart.
 
     A response that moved to the slot may have started long before it got there.
