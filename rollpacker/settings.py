@@ -9,30 +9,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rollpacker.data_settings import DataSettings, DataSource, GraderName, check_names
 from rollpacker.observability.logs import LogFormat
 from rollpacker.section import Section
 from rollpacker.trainer_settings import TrainerSettings
 
 Mode = Literal["synchronous", "overlap", "paper", "exact"]
+_PATHS = ("path", "validation_path", "tokenizer")
 MAX_SEED = 2**53 - 1  # survives a JSON number
-
-
-class DataSettings(Section):
-    """Where prompts come from."""
-
-    path: str = Field(description="JSONL file; see docs/run_settings.md for its columns")
-    validation_path: str | None = Field(None, description="held-out JSONL, same columns")
-    tokenizer: str = Field("", description="directory with tokenizer.json; default: the model's")
-    epochs: int = Field(1, ge=1, description="passes over the data")
-    shuffle: bool = Field(True, description="a new seeded order in every epoch")
-    apply_chat_template: bool = Field(False, description="render `prompt` by the chat template")
-    max_prompt_tokens: int = Field(4096, ge=1, description="longer prompts are refused")
 
 
 class TailBatchingSettings(Section):
@@ -134,7 +124,12 @@ class SamplingSettings(Section):
 class RewardSettings(Section):
     """How responses are scored."""
 
-    grader: Literal["math", "code", "judge", "reasoning_gym", "custom"] = "math"
+    grader: GraderName = "math"
+    function: str = Field(
+        "",
+        description="for grader custom, where rows hold no reference of their own: file.py:name, or"
+        " a URL; it is called in the style of the row's format",
+    )
     attempts: int = Field(3, ge=1, description="failures before a response goes without a reward")
     timeout_seconds: float = Field(60, gt=0, description="deadline of one try")
     unavailable_seconds: float = Field(
@@ -145,7 +140,8 @@ class RewardSettings(Section):
 class ValidationSettings(Section):
     """Held-out evaluation through the same rollout and reward services."""
 
-    prompts: int = Field(0, ge=0, description="how many rows of validation_path; 0 means all")
+    sets: tuple[DataSource, ...] = Field((), description="held-out sets, each named")
+    prompts: int = Field(0, ge=0, description="how many rows of each set; 0 means all")
     responses_per_prompt: int = Field(1, ge=1)
     temperature: float = Field(1.0, gt=0)
     interval: int = Field(0, ge=0, description="steps between evaluations; 0: first and last only")
@@ -179,7 +175,14 @@ class RunSettings(Section):
                     " own tokens weighs long responses less; use response_cap or constant"
                 )
         self._check_trainer()
+        check_names("validation.sets", [source.name for source in self.held_out_sets])
         return self
+
+    @property
+    def held_out_sets(self) -> tuple[DataSource, ...]:
+        """The set of data.validation_path, named held_out, and those of validation.sets."""
+        own = self.data.held_out
+        return (*([own] if own else []), *self.validation.sets)
 
     def _check_trainer(self) -> None:
         trainer, sampling = self.trainer, self.sampling
@@ -250,11 +253,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
     places = [(values, "model")]
-    if isinstance(data := values.get("data"), dict):
-        places += [(data, "path"), (data, "validation_path"), (data, "tokenizer")]
-    for section, key in places:
-        if isinstance(text := section.get(key), str) and text:
-            section[key] = str((base / text).resolve())
+    for section, key in (("data", "sources"), ("validation", "sets")):
+        if isinstance(settings := values.get(section), dict):
+            sources = settings.get(key)
+            of_each = sources if isinstance(sources, list) else []
+            for source in (settings, *(s for s in of_each if isinstance(s, dict))):
+                names = ("tokenizer",) if source.get("format") == "reasoning_gym" else _PATHS
+                places += [(source, name) for name in names]
+    for section_, key in places:
+        if isinstance(text := section_.get(key), str) and text:
+            section_[key] = str((base / text).resolve())
 
 
 def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
@@ -292,7 +300,9 @@ def _problem(error: Any) -> tuple[str, str]:
 def _nearest(location: list[str]) -> str:
     model: Any = RunSettings
     for part in location[:-1]:
-        model = model.model_fields[part].annotation
+        if not part.isdigit():  # a place in a list of sections
+            model = model.model_fields[part].annotation
+            model = next((a for a in get_args(model) if isinstance(a, type)), model)
     names = list(model.model_fields)
     close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     return f"; did you mean `{close[0]}`?" if close else f"; valid: {', '.join(names)}"

@@ -21,9 +21,7 @@ The YAML file of a run, and the `settings` of StartRun. Override any of them on 
 valid name. Paths in a file are relative to the file. Written from `rollpacker/settings.py` by
 `python -m rollpacker.settings_reference > docs/run_settings.md`.
 
-A row of the data file is a JSON object: `prompt` (text, or a list of chat messages), `answer` (or
-`reference`, the grader's own object), and optionally `prompt_id` (else the line number), `grader`,
-and `answer_after` (the answer is what follows its only occurrence in the response).
+What a row of the data holds, in each format, is in [data.md](data.md).
 """
 
 
@@ -42,6 +40,8 @@ def _section(name: str, section: type[Section]) -> Iterator[str]:
         if isinstance(kind, type) and issubclass(kind, Section):
             nested.append((f"{name}{key}.", kind))
             continue
+        if issubclass(item := _item(kind), Section):
+            nested.append((f"{name}{key}[].", item))
         what = " ".join(part for part in (field.description or "", _limits(field)) if part)
         yield f"| `{name}{key}` | {_default(field)} | {what} |"
     yield ""
@@ -49,10 +49,16 @@ def _section(name: str, section: type[Section]) -> Iterator[str]:
         yield from _section(child, kind)
 
 
+def _item(kind: Any) -> type:
+    """What a list holds; object for what is no list."""
+    item = next(iter(get_args(kind)), object)
+    return item if get_origin(kind) is tuple and isinstance(item, type) else object
+
+
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    return "" if field.default in (None, "", ()) else f"`{field.default}`"
+    return "" if field.default in (None, "", (), {}) else f"`{field.default}`"
 
 
 def _limits(field: FieldInfo) -> str:

@@ -84,6 +84,7 @@ class Prompt:
     text: str  # as rendered, for graders and people
     grader_kind: GraderKind
     reference_json: str  # what the grader compares with
+    domain: str = ""  # what accounts are kept by: the source's name, or the row's own word
 
 
 @dataclass(frozen=True, slots=True)

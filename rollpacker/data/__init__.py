@@ -1,4 +1,6 @@
-"""From files to prompts: tokenizer, chat template, JSONL rows, and a resumable order over them.
+"""From files to prompts: tokenizer, chat template, rows, and a resumable order over them.
+
+    storage --Row--> formats, references --> rows --Prompt--> dataset (with mix): order, cursor
 
 `load_run_data` is the way in. Nothing here imports torch or transformers.
 """
@@ -6,7 +8,7 @@
 from rollpacker.data.chat_template import ChatTemplate
 from rollpacker.data.dataset import DataCursor, PromptDataset
 from rollpacker.data.errors import DataError
-from rollpacker.data.rows import load_prompts
+from rollpacker.data.rows import PromptRules, load_prompts
 from rollpacker.data.run_data import RunData, load_run_data
 from rollpacker.data.tokenizer import TextTokenizer
 
@@ -15,6 +17,7 @@ __all__ = [
     "DataCursor",
     "DataError",
     "PromptDataset",
+    "PromptRules",
     "RunData",
     "TextTokenizer",
     "load_prompts",

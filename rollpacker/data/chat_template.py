@@ -46,12 +46,14 @@ class ChatTemplate:
                 path, f"is no usable template: {error}", field="chat_template"
             ) from error
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text up to where the assistant's answer begins. Raises ChatTemplateError."""
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """The text up to where the assistant's answer begins. Raises ChatTemplateError.
+
+        variables: chat_template_kwargs; they may replace all but the messages.
+        """
+        known = {"add_generation_prompt": True, **self._special_tokens, **variables}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, **self._special_tokens
-            )
+            return self._template.render({**known, "messages": list(messages)})
         except (TemplateError, TypeError) as error:
             raise ChatTemplateError(str(error)) from error
 

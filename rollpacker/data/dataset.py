@@ -4,6 +4,10 @@ The order of an epoch is a function of (run seed, epoch, prompt ids) alone: the 
 hash, or the order of the file. A cursor is a place in the endless row of epochs, `epochs` of which
 exist. Taking moves a cursor; the data set itself never changes, so the same cursor always gives
 the same prompts: after a crash the committed cursor is all that is needed.
+
+With weights, each domain is passed over in its own order, as often as its share asks for, and
+`mix` says which domain is next. An epoch of the cursor is then as many prompts as all domains have
+together; the epoch of a draw is the pass over its domain, so a draw still comes once.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+from rollpacker.data.mix import WeightedMix
 from rollpacker.types import Prompt
 
 
@@ -37,9 +42,18 @@ class PromptDataset(Sequence[Prompt]):
     """The prompts of a run, in the order of the file, and the order of their launches."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], *, seed: int, epochs: int = 1, shuffle: bool = True
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        seed: int,
+        epochs: int = 1,
+        shuffle: bool = True,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`seed` is the run's. Raises ValueError for no prompts, repeated ids or epochs < 1."""
+        """`seed` is the run's; `weights` by domain, for each that occurs.
+
+        Raises ValueError for no prompts, repeated ids, epochs < 1 or weights that do not fit.
+        """
         self._prompts = tuple(prompts)
         self._by_id = {prompt.prompt_id: prompt for prompt in self._prompts}
         self._seed = seed
@@ -51,7 +65,17 @@ class PromptDataset(Sequence[Prompt]):
             raise ValueError("prompts: an id occurs twice; each prompt needs its own")
         if epochs < 1:
             raise ValueError(f"epochs: must be at least 1, got {epochs}")
-        self._order = functools.lru_cache(maxsize=2)(self._sorted_for_epoch)
+        self._by_domain: dict[str, list[Prompt]] = {}
+        for prompt in self._prompts:
+            self._by_domain.setdefault(prompt.domain, []).append(prompt)
+        if weights is not None and weights.keys() != self._by_domain.keys():
+            raise ValueError(
+                f"weights: of {sorted(weights)}, the prompts are of {sorted(self._by_domain)}"
+            )
+        self._domains = tuple(weights or ())
+        self._mix = WeightedMix(tuple(weights.values())) if weights else None
+        self._counts = [(0,) * len(self._domains)]  # taken of each domain before each epoch
+        self._order = functools.lru_cache(maxsize=2)(self._order_of_epoch)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -83,7 +107,7 @@ class PromptDataset(Sequence[Prompt]):
         epoch, position = cursor.epoch, cursor.position
         while left:
             chosen = self._order(epoch)[position : position + left]
-            taken += [(epoch, prompt) for prompt in chosen]
+            taken += chosen
             left -= len(chosen)
             position += len(chosen)
             if position == len(self):
@@ -103,12 +127,40 @@ class PromptDataset(Sequence[Prompt]):
             )
         return (self.epochs - cursor.epoch) * len(self) - cursor.position
 
-    def _sorted_for_epoch(self, epoch: int) -> tuple[Prompt, ...]:
+    def domain_of(self, prompt_id: str) -> str:
+        """The domain of a prompt; "" where it has none, and for an id that is not of the data."""
+        prompt = self._by_id.get(prompt_id)
+        return prompt.domain if prompt else ""
+
+    @property
+    def domains(self) -> Mapping[str, int]:
+        """Prompts of each domain; "" is the one without a name."""
+        return {domain: len(prompts) for domain, prompts in self._by_domain.items()}
+
+    def _order_of_epoch(self, epoch: int) -> tuple[tuple[int, Prompt], ...]:
+        """Draws of one epoch of the cursor: (epoch of the draw, prompt)."""
+        if self._mix is None:
+            return tuple((epoch, prompt) for prompt in self._shuffled(self._prompts, epoch))
+        while len(self._counts) <= epoch:
+            before = self._counts[-1]
+            sources = self._mix.following(before, len(self))
+            self._counts.append(tuple(count + sources.count(i) for i, count in enumerate(before)))
+        return tuple(self._mixed(self._mix, list(self._counts[epoch])))
+
+    def _mixed(self, mix: WeightedMix, counts: list[int]) -> Iterator[tuple[int, Prompt]]:
+        passes: dict[tuple[int, int], Sequence[Prompt]] = {}
+        for source in mix.following(counts, len(self)):
+            prompts = self._by_domain[self._domains[source]]
+            number, place = divmod(counts[source], len(prompts))
+            if (source, number) not in passes:
+                passes[source, number] = self._shuffled(prompts, number)
+            counts[source] += 1
+            yield number, passes[source, number][place]
+
+    def _shuffled(self, prompts: Sequence[Prompt], epoch: int) -> Sequence[Prompt]:
         if not self._shuffle:
-            return self._prompts
-        return tuple(
-            sorted(self._prompts, key=lambda prompt: _rank(self._seed, epoch, prompt.prompt_id))
-        )
+            return prompts
+        return sorted(prompts, key=lambda prompt: _rank(self._seed, epoch, prompt.prompt_id))
 
 
 def _rank(seed: int, epoch: int, prompt_id: str) -> bytes:

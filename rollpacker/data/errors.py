@@ -11,12 +11,17 @@ class DataError(ValueError):
     def __init__(
         self, path: Path, problem: str, *, row: int | None = None, field: str = ""
     ) -> None:
-        """`row` is the line number from 1."""
+        """`row` counts from 1; in JSONL it is the line."""
         self.path = path
         self.row = row
         self.field = field
+        self.problem = problem
         place = [str(path), f"row {row}" if row is not None else "", field]
         super().__init__(", ".join(part for part in place if part) + f": {problem}")
+
+
+class OverlongPromptError(DataError):
+    """A prompt has more tokens than data.max_prompt_tokens."""
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollpacker.data.dataset import PromptDataset
-from rollpacker.data.rows import load_prompts
+from rollpacker.data.rows import PromptRules, load_prompts
 from rollpacker.data.tokenizer import TextTokenizer
 from rollpacker.settings import RunSettings
 from rollpacker.types import GraderKind, Prompt
@@ -18,28 +19,52 @@ class RunData:
 
     tokenizer: TextTokenizer
     dataset: PromptDataset
-    validation: tuple[Prompt, ...]  # the first `validation.prompts` rows; may be empty
+    validation: Mapping[str, tuple[Prompt, ...]]  # by held-out set, at most `validation.prompts`
+    overlong: int = 0  # prompts that were left out
 
 
 def load_run_data(settings: RunSettings) -> RunData:
     """Read what the settings name. Raises DataError."""
     data = settings.data
-    model = Path(settings.model)
-    tokenizer = TextTokenizer.load(Path(data.tokenizer) if data.tokenizer else model, model)
-
-    def load(path: str) -> list[Prompt]:
-        return load_prompts(
-            Path(path),
-            tokenizer,
-            default_grader=GraderKind(settings.reward.grader),
-            apply_chat_template=data.apply_chat_template,
-            max_prompt_tokens=data.max_prompt_tokens,
-        )
-
-    validation = load(data.validation_path) if data.validation_path else []
-    if settings.validation.prompts:
-        validation = validation[: settings.validation.prompts]
+    tokenizer = load_tokenizer(settings)
+    rules = prompt_rules(settings)
+    training = [load_prompts(source, tokenizer, rules) for source in data.resolved_sources]
+    held_out = {
+        source.name: load_prompts(source.model_copy(update={"name": ""}), tokenizer, rules)
+        for source in settings.held_out_sets
+    }
+    weights = {source.name: source.weight for source in data.sources if source.weight}
     dataset = PromptDataset(
-        load(data.path), seed=settings.seed, epochs=data.epochs, shuffle=data.shuffle
+        [prompt for loaded in training for prompt in loaded.prompts],
+        seed=settings.seed,
+        epochs=data.epochs,
+        shuffle=data.shuffle,
+        weights=weights or None,
     )
-    return RunData(tokenizer, dataset, tuple(validation))
+    most = settings.validation.prompts or None
+    return RunData(
+        tokenizer,
+        dataset,
+        {name: loaded.prompts[:most] for name, loaded in held_out.items()},
+        sum(loaded.overlong for loaded in (*training, *held_out.values())),
+    )
+
+
+def load_tokenizer(settings: RunSettings) -> TextTokenizer:
+    """The run's tokenizer, with the model's stop tokens. Raises DataError."""
+    model = Path(settings.model)
+    directory = Path(settings.data.tokenizer) if settings.data.tokenizer else model
+    return TextTokenizer.load(directory, model)
+
+
+def prompt_rules(settings: RunSettings) -> PromptRules:
+    """How the run's rows become prompts."""
+    data = settings.data
+    return PromptRules(
+        default_grader=GraderKind(settings.reward.grader),
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        max_prompt_tokens=data.max_prompt_tokens,
+        skip_overlong=data.overlong_prompts == "skip",
+        reward_function=settings.reward.function,
+    )

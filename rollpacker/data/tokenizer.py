@@ -13,7 +13,7 @@ Everything is read once. A tokenizer never changes afterwards, so threads may sh
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,12 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> str:
         """Messages as text, up to where the assistant's answer begins.
 
+        variables: what the template may read besides the messages, such as enable_thinking.
         Raises DataError without a template, ChatTemplateError if it refuses the messages.
         """
         if self._chat_template is None:
@@ -103,7 +106,7 @@ class TextTokenizer:
                 "has no chat_template.jinja and no chat_template in tokenizer_config.json;"
                 " add one or set data.apply_chat_template: false",
             )
-        return self._chat_template.render(messages)
+        return self._chat_template.render(messages, variables or {})
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Totals:
     deferrals: int = 0  # draws put into the queue, each time counted
     trained_groups: int = 0
     trained_lengths: Mapping[int, int] = field(default_factory=dict)  # tokens -> responses
+    trained_by_domain: Mapping[str, int] = field(default_factory=dict)  # domain -> groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class RunDriver:
         """
         state = await self._resuming.resume()
         self.stop_mode = self.stop_mode or state.stop_mode
+        self._show_first_prompt(state)
         while self.stop_mode not in _STOPS:
             state = await self._validated(state)
             try:
@@ -102,6 +103,16 @@ class RunDriver:
             await self._validate(state)
         await in_thread(self._context.outputs.finish)
         return "stopped" if ended_early else "succeeded"
+
+    def _show_first_prompt(self, state: RunState) -> None:
+        """What the model sees, as it sees it: most wrong templates are found by looking."""
+        data = self._context.data
+        taken, _ = data.dataset.take(DataCursor.from_json(state.cursor), 1)
+        if data.overlong:
+            _log.warning("%d over-long prompts are left out", data.overlong)
+        for _, prompt in taken:
+            tokens = len(prompt.token_ids)
+            _log.info("next prompt %s, %d tokens: %r", prompt.prompt_id, tokens, prompt.text)
 
     async def abandon(self, step: int) -> None:
         """After a cancelled `run`: let the trainer drop the open step."""
@@ -150,7 +161,15 @@ class RunDriver:
         result = await self._run_round(state, planned, draws, prompts, restored, stream)
         if not self._rules.streams:
             await self._trainer.start_step(state.step)
-        outcome = round_outcome(state, planned, result, cursor, started=started, ended=time.time())
+        outcome = round_outcome(
+            state,
+            planned,
+            result,
+            cursor,
+            self._context.data.dataset.domain_of,
+            started=started,
+            ended=time.time(),
+        )
         await self._drafts.save(result.drafts)
         await self._store.save_outcome(state.step, outcome)
         return outcome

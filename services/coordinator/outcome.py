@@ -11,6 +11,7 @@ from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, StepOutcome
 from rollpacker.types import DeferredDraw, StepRecord, StepResult
 from services.coordinator.command_runner import RoundResult
+from services.coordinator.domains import DomainOf, add_domains, domain_metrics
 from services.coordinator.step_metrics import (
     carry_over_metrics,
     idle_metrics,
@@ -25,6 +26,7 @@ def round_outcome(
     planned: RoundPlan,
     result: RoundResult,
     cursor: DataCursor,
+    domain_of: DomainOf,
     *,
     started: float,
     ended: float,
@@ -38,7 +40,7 @@ def round_outcome(
         weights_uri="",
         cursor=cursor.to_json(),
         deferred=_next_queue(state, planned, finish),
-        totals=next_totals(state.totals, groups, finish),
+        totals=add_domains(next_totals(state.totals, groups, finish), groups, domain_of),
     )
     draws = tuple(group.draw for group in groups)
     record = StepRecord(
@@ -54,6 +56,7 @@ def round_outcome(
             **round_metrics(planned, groups, finish, after),
             **carry_over_metrics(result.checked_drafts),
             **scale_down_metrics(result.released),
+            **domain_metrics(groups, after, domain_of),
             "timing_s/apply_weights": result.apply_seconds,
             "idle/replica_share": result.idle_share,
         },

@@ -29,6 +29,7 @@ def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRou
         deferrals=totals.deferrals + len(finish.deferred),
         trained_groups=totals.trained_groups + len(groups),
         trained_lengths=dict(meter.trained_lengths),
+        trained_by_domain=totals.trained_by_domain,
     )
 
 

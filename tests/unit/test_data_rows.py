@@ -6,7 +6,15 @@ import re
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from rollpacker.data import DataCursor, DataError, TextTokenizer, load_prompts, load_run_data
+from rollpacker.data import (
+    DataCursor,
+    DataError,
+    PromptRules,
+    TextTokenizer,
+    load_prompts,
+    load_run_data,
+)
+from rollpacker.data_settings import DataSource
 from rollpacker.settings import parse_run_settings
 from rollpacker.types import GraderKind
 
@@ -47,7 +55,8 @@ def rows(tmp_path):
         lines = [value if isinstance(value, str) else json.dumps(value) for value in values]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         options.setdefault("default_grader", GraderKind.MATH)
-        return load_prompts(path, TextTokenizer.load(model_directory), **options)
+        source, rules = DataSource(path=str(path)), PromptRules(**options)
+        return load_prompts(source, TextTokenizer.load(model_directory), rules).prompts
 
     return load
 
@@ -96,7 +105,7 @@ GOOD = {"prompt": "a", "answer": "1"}
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"answer": "1"}, "prompt: is missing; add the column"),
+        ({"answer": "1"}, "prompt: is missing (columns: answer); give the prompt"),
         ({**GOOD, "prompt": ""}, "prompt: must be text (not empty) or a list of messages, got ''"),
         ({**GOOD, "prompt": 7}, "prompt: must be text (not empty) or a list of messages, got 7"),
         ({**GOOD, "prompt": []}, "prompt: is an empty list; give at least one message"),
@@ -107,9 +116,12 @@ GOOD = {"prompt": "a", "answer": "1"}
         ),
         (
             {**GOOD, "prompt": "a" * 9},
-            "prompt: has 10 tokens, more than data.max_prompt_tokens 8; shorten it or raise",
+            "prompt: has 10 tokens, more than data.max_prompt_tokens 8; shorten it, raise",
         ),
-        ({"prompt": "a"}, "answer: is missing; grader math needs the reference answer"),
+        (
+            {"prompt": "a"},
+            "answer: is missing (columns: prompt); grader math needs the reference answer",
+        ),
         ({"prompt": "a", "answer": True}, "answer: must be text or a number, got True"),
         ({"prompt": "a", "answer": ""}, "answer: must be text or a number, got ''"),
         ({**GOOD, "answer_after": ""}, "answer_after: must be text (not empty), got ''"),
@@ -151,7 +163,9 @@ def test_a_file_without_rows_and_a_missing_file_are_refused(model, rows, tmp_pat
         rows(model, "")
     with pytest.raises(DataError, match="cannot be read: No such file"):
         load_prompts(
-            tmp_path / "none.jsonl", TextTokenizer.load(model), default_grader=GraderKind.MATH
+            DataSource(path=str(tmp_path / "none.jsonl")),
+            TextTokenizer.load(model),
+            PromptRules(GraderKind.MATH),
         )
 
 
@@ -268,5 +282,5 @@ def test_run_data_holds_what_the_settings_name(model, tmp_path):
     }
     data = load_run_data(parse_run_settings(settings))
     assert data.dataset.remaining(DataCursor()) == 8
-    assert [prompt.prompt_id for prompt in data.validation] == ["1", "2"]
+    assert [prompt.prompt_id for prompt in data.validation["held_out"]] == ["1", "2"]
     assert data.tokenizer.eos_token_ids == (1,)

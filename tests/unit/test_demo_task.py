@@ -74,7 +74,7 @@ def test_traces_have_a_long_tail_that_fits_the_cap(script):
 
 
 def test_the_answers_are_what_the_grader_of_the_run_compares_with(run_data):
-    for prompt in (*run_data.dataset, *run_data.validation):
+    for prompt in (*run_data.dataset, *run_data.validation["held_out"]):
         a, b = map(int, re.findall(r"\d+", prompt.text))
         assert prompt.grader_kind is GraderKind.MATH
         assert json.loads(prompt.reference_json) == {
@@ -86,7 +86,7 @@ def test_the_answers_are_what_the_grader_of_the_run_compares_with(run_data):
 def test_the_data_is_a_whole_number_of_steps(run_data):
     settings = load_run_settings(GCD / "run.yaml")
     assert run_data.dataset.remaining(DataCursor()) % settings.tail_batching.prompts_per_step == 0
-    assert len(run_data.validation) == settings.validation.prompts
+    assert len(run_data.validation["held_out"]) == settings.validation.prompts
 
 
 def test_the_shipped_tokenizer_gives_a_trace_back(run_data, script):
