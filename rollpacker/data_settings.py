@@ -77,10 +77,14 @@ class DataSettings(RowSettings):
             raise ValueError(f"path: {given}, path and sources; give one of them")
         if self.sources:
             check_names("sources", [source.name for source in self.sources])
-            row_settings = RowSettings.model_fields.keys() & self.model_fields_set
-            if row_settings and not self.validation_path:
+            misplaced = [
+                name
+                for name, field in RowSettings.model_fields.items()
+                if getattr(self, name) != field.default and not self.validation_path
+            ]
+            if misplaced:
                 raise ValueError(
-                    f"{min(row_settings)}: stands beside sources; give it to each source instead"
+                    f"{misplaced[0]}: stands beside sources; give it to each source instead"
                 )
             if len({source.weight is None for source in self.sources}) > 1:
                 without = next(s.name for s in self.sources if s.weight is None)

@@ -142,8 +142,9 @@ class ValidationSettings(Section):
 
     sets: tuple[DataSource, ...] = Field((), description="held-out sets, each named")
     prompts: int = Field(0, ge=0, description="how many rows of each set; 0 means all")
-    responses_per_prompt: int = Field(1, ge=1)
+    responses_per_prompt: int = Field(1, ge=1, description="k of mean@k, and the most of pass@k")
     temperature: float = Field(1.0, gt=0)
+    greedy: bool = Field(False, description="measure one greedy response per prompt too")
     interval: int = Field(0, ge=0, description="steps between evaluations; 0: first and last only")
 
 

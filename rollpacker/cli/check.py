@@ -77,7 +77,7 @@ def _count_parameters(path: Path) -> int:
 
 def refuse_what_does_not_fit(settings: RunSettings, model: ModelFacts, data: RunData) -> None:
     """Raises SettingsError when the longest prompt and the cap exceed the model's context."""
-    longest = max(len(prompt.token_ids) for prompt in [*data.dataset, *data.validation])
+    longest = max(len(prompt.token_ids) for prompt in all_prompts(data))
     cap = settings.sampling.max_response_tokens
     if model.context_tokens is not None and longest + cap > model.context_tokens:
         raise SettingsError(
@@ -90,6 +90,11 @@ def refuse_what_does_not_fit(settings: RunSettings, model: ModelFacts, data: Run
                 )
             ]
         )
+
+
+def all_prompts(data: RunData) -> list[Prompt]:
+    """Training and held-out prompts."""
+    return [*data.dataset, *(p for prompts in data.validation.values() for p in prompts)]
 
 
 def step_rows(settings: RunSettings, data: RunData) -> list[tuple[str, str]]:
@@ -127,7 +132,10 @@ def _rows(settings: RunSettings, model: ModelFacts, data: RunData) -> list[tuple
             f"{len(data.dataset)} prompts of {_token_range(data.dataset)} tokens,"
             f" {data.dataset.epochs} epochs",
         ),
-        ("held-out", f"{len(data.validation)} prompts"),
+        *(
+            (f"held-out {name}", f"{len(prompts)} prompts of {_token_range(prompts)} tokens")
+            for name, prompts in data.validation.items()
+        ),
         ("stop tokens", _stop_tokens(settings, data)),
     ]
 

@@ -72,6 +72,11 @@ class Coordinator:
         make = partial(self._stub.StopRun, request, timeout=_DEADLINE_SECONDS)
         return (await self._call(make)).run
 
+    async def run_evaluation(self, run_id: str, timeout_seconds: float) -> pb.RunEvaluationResponse:
+        request = pb.RunEvaluationRequest(run_id=run_id)
+        make = partial(self._stub.RunEvaluation, request, timeout=timeout_seconds)
+        return await self._call(make)
+
     async def list_steps(self, run_id: str, limit: int = 0) -> list[pb.Step]:
         """The newest `limit` committed steps (0: all of them), newest first."""
         steps: list[pb.Step] = []

@@ -1,4 +1,4 @@
-"""The commands that change a run: submit, watch, stop."""
+"""The commands that change a run: submit, watch, evaluate, stop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import yaml
 
 from rollpacker.cli import run_view
 from rollpacker.cli import watch as live
+from rollpacker.cli.console import print_json, print_table
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
 from rollpacker.cli.failures import WORK_FAILED, CommandError, told_in_one_line
-from rollpacker.cli.reports import RunId, ask
+from rollpacker.cli.reports import AsJson, RunId, ask
 from rollpacker.settings import RunSettings, load_run_settings
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
@@ -76,6 +77,28 @@ def stop(
 
     async def work(server: Coordinator) -> None:
         print(run_view.run_line(await server.stop_run(run_id, mode)))
+
+    ask(coordinator, work)
+
+
+def evaluate(
+    run_id: RunId,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait; it is measured all the same.")
+    ] = 3600.0,
+    as_json: AsJson = False,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Measure the held-out sets of a running run with its present weights, between two steps."""
+
+    async def work(server: Coordinator) -> None:
+        measured = await server.run_evaluation(run_id, timeout)
+        if as_json:
+            print_json([measured])
+            return
+        print(f"weights after {measured.weight_version} updates")
+        rows = [(s.name, key, f"{s.scores[key]:.4g}") for s in measured.sets for key in s.scores]
+        print_table(("set", "score", ">value"), sorted(rows), "")
 
     ask(coordinator, work)
 

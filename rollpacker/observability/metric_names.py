@@ -2,7 +2,7 @@
 
 Records in Redis and WatchRun carry the names of this file. Files and trackers get verl's names
 beside them, where verl measures the same thing in the same unit, so that its dashboards fit.
-A part `N` of a name stands for a number.
+A part `N` of a name stands for a number, `<name>` for a word of letters, digits, dot, - and _.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ METRICS = (
     Metric("carry/acceptance_after_N_to_N", "", "the same, as a share"),
     Metric("scale_down/released_replicas", "replicas", "given up before the end of the round"),
     Metric("scale_down/released_seconds", "s", "how long before its end, summed over them"),
+    Metric("domain/<name>/groups", "groups", "groups of the step that are of this domain"),
+    Metric("domain/<name>/reward", "", "their mean reward"),
+    Metric("domain/<name>/trained_total", "groups", "trained since the start of the run"),
+    Metric("domain/<name>/queued", "draws",
+           "queued after the step; with those trained, all that the data has given"),
     Metric("perf/trained_tokens", "tokens", "trained since the start of the run"),
     Metric("perf/generated_tokens", "tokens", "generated since the start of the run"),
     Metric("perf/waste", "", "generated / trained tokens since the start of the run"),
@@ -119,6 +124,9 @@ def prometheus_name(name: str) -> str:
 
 @functools.cache
 def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
-    return tuple(
-        (re.compile(re.sub(r"(?<=_)N(?=_|$)", r"\\d+", metric.name)), metric) for metric in METRICS
-    )
+    return tuple((re.compile(_pattern(metric.name)), metric) for metric in METRICS)
+
+
+def _pattern(name: str) -> str:
+    numbered = re.sub(r"(?<=_)N(?=_|$)", r"\\d+", name)
+    return numbered.replace("<name>", "[A-Za-z0-9._-]+")

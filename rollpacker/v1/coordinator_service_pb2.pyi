@@ -957,3 +957,101 @@ class RegradeSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__old_mean_reward) -> _WhichOneofReturnType__old_mean_reward | None: ...
 
 Global___RegradeSamplesResponse: _TypeAlias = RegradeSamplesResponse  # noqa: Y015
+
+@_typing.final
+class RunEvaluationRequest(_message.Message):
+    """Asks for a measurement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEvaluationRequest: _TypeAlias = RunEvaluationRequest  # noqa: Y015
+
+@_typing.final
+class RunEvaluationResponse(_message.Message):
+    """A measurement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    SETS_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    """Optimizer updates behind the weights that were measured."""
+    @_builtins.property
+    def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutScores]:
+        """In the order of the settings."""
+
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+        sets: _abc.Iterable[Global___HeldOutScores] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sets", b"sets", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEvaluationResponse: _TypeAlias = RunEvaluationResponse  # noqa: Y015
+
+@_typing.final
+class HeldOutScores(_message.Message):
+    """What was measured of one held-out set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ScoresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Of the settings; "held_out" is that of data.validation_path."""
+    @_builtins.property
+    def scores(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in validation.jsonl: accuracy, mean@k, pass@k, response_tokens, greedy_accuracy and others."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        scores: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldOutScores: _TypeAlias = HeldOutScores  # noqa: Y015

@@ -90,6 +90,11 @@ class CoordinatorServiceStub:
                 request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.SerializeToString,
                 response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesResponse.FromString,
                 _registered_method=True)
+        self.RunEvaluation = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/RunEvaluation',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RunEvaluationRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RunEvaluationResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
@@ -193,6 +198,20 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunEvaluation(self, request, context):
+        """Measures the run's held-out sets with its present weights, between two steps, through the same
+        rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
+        deadline of a step and a measurement; when the deadline passes it is measured all the same.
+        The scores also stand in validation.jsonl of the run's outputs.
+        Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
+        NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run is not being driven, or ended before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -250,6 +269,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.RegradeSamples,
                     request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.FromString,
                     response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesResponse.SerializeToString,
+            ),
+            'RunEvaluation': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunEvaluation,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RunEvaluationRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RunEvaluationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -550,6 +574,33 @@ class CoordinatorService:
             '/rollpacker.v1.CoordinatorService/RegradeSamples',
             rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.SerializeToString,
             rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunEvaluation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/RunEvaluation',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RunEvaluationRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RunEvaluationResponse.FromString,
             options,
             channel_credentials,
             insecure,

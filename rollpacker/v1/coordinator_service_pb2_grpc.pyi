@@ -81,6 +81,16 @@ class CoordinatorServiceStub:
     reference_json when a reward service cannot use a reference.
     FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
     """
+    RunEvaluation: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.RunEvaluationRequest, _coordinator_service_pb2.RunEvaluationResponse]
+    """Measures the run's held-out sets with its present weights, between two steps, through the same
+    rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
+    deadline of a step and a measurement; when the deadline passes it is measured all the same.
+    The scores also stand in validation.jsonl of the run's outputs.
+    Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
+    NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run is not being driven, or ended before.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -134,6 +144,16 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     INVALID_ARGUMENT: BadRequest names the field; settings.data when the data cannot be read,
     reference_json when a reward service cannot use a reference.
     FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
+    """
+    RunEvaluation: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.RunEvaluationRequest, _coordinator_service_pb2.RunEvaluationResponse]  # type: ignore[assignment]
+    """Measures the run's held-out sets with its present weights, between two steps, through the same
+    rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
+    deadline of a step and a measurement; when the deadline passes it is measured all the same.
+    The scores also stand in validation.jsonl of the run's outputs.
+    Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
+    NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run is not being driven, or ended before.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -251,6 +271,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: BadRequest names the field; settings.data when the data cannot be read,
         reference_json when a reward service cannot use a reference.
         FAILED_PRECONDITION (PROMPT_MISSING): a sampled prompt is not in the data any more.
+        """
+
+    @_abc_1.abstractmethod
+    def RunEvaluation(
+        self,
+        request: _coordinator_service_pb2.RunEvaluationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.RunEvaluationResponse, _abc.Awaitable[_coordinator_service_pb2.RunEvaluationResponse]]:
+        """Measures the run's held-out sets with its present weights, between two steps, through the same
+        rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
+        deadline of a step and a measurement; when the deadline passes it is measured all the same.
+        The scores also stand in validation.jsonl of the run's outputs.
+        Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
+        NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run is not being driven, or ended before.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

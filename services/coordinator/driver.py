@@ -72,8 +72,8 @@ class RunDriver:
             context.workers, context.settings, context.run_id, context.fence
         )
         self._sampling = sampling_parameters(context.settings, context.data)
-        self._validator = Validator(context, self._rewards, self._sampling)
         self._alarms = AlarmWatch(self._store)
+        self.validator = Validator(context, self._rewards, self._sampling)
         self._files = StepFiles(context)
         self._resuming = Resuming(context, self._trainer, self._files)
         self.stop_mode = ""
@@ -291,13 +291,14 @@ class RunDriver:
     async def _validated(self, state: RunState) -> RunState:
         interval = self._settings.validation.interval
         due = state.step == 0 or (interval > 0 and state.step % interval == 0)
+        due = due or self.validator.is_requested
         if due and await self._store.outcome(state.step) is None:
             await self._validate(state)
         return state
 
     async def _validate(self, state: RunState) -> None:
         self._context.on_progress(RoundProgress(state.step, phase="validation"))
-        await self._validator.measure(state.weight_version, state.weights_uri)
+        await self.validator.measure(state.weight_version, state.weights_uri)
 
     def _report(self, phase: str, record: StepRecord) -> None:
         self._context.on_progress(RoundProgress.of_record(record, phase))

@@ -42,6 +42,7 @@ from services.coordinator.outputs import RunDirectoryError, RunOutputs
 from services.coordinator.progress import RoundProgress
 from services.coordinator.run_context import RunContext
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.validation import Measurement
 from services.coordinator.workers import WorkerRegistry
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -182,6 +183,17 @@ class Runs:
             _log.warning("step %d of run %s is not abandoned: %s", state.step, run_id, error)
         await RunStore(self._redis, run_id).set_status(self._require_lease(), "stopped")
 
+    async def evaluate(self, run_id: str) -> Measurement:
+        """RunEvaluation. Raises NotFoundError, FailedPreconditionError."""
+        await self.get(run_id)
+        if run_id != self._active or self._driver is None:
+            raise FailedPreconditionError(
+                "RUN_NOT_ACTIVE",
+                f"run {run_id} is not being driven; its measurements are in validation.jsonl, and"
+                " StartRun with the same settings goes on with one that was stopped",
+            )
+        return await self._driver.validator.request()
+
     async def get(self, run_id: str) -> RunState:
         """The committed state of a run. Raises NotFoundError."""
         state = await RunStore(self._redis, run_id).load()
@@ -280,6 +292,7 @@ class Runs:
             await self._set_failed(run_id, f"a bug, see the coordinator's log: {error!r}")
             raise
         finally:
+            driver.validator.refuse_request()
             self._active, self._driver, self._task, self.progress = "", None, None, None
 
     async def _set_failed(self, run_id: str, reason: str) -> None:

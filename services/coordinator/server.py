@@ -149,6 +149,18 @@ class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
         async for step in regrade_samples(self._runs, self._workers, request):
             yield step
 
+    async def RunEvaluation(
+        self, request: pb.RunEvaluationRequest, context: _Context
+    ) -> pb.RunEvaluationResponse:
+        measured = await self._runs.evaluate(request.run_id)
+        return pb.RunEvaluationResponse(
+            weight_version=measured.weight_version,
+            sets=[
+                pb.HeldOutScores(name=name, scores=scores)
+                for name, scores in measured.scores.items()
+            ],
+        )
+
     def _run(self, state: RunState) -> pb.Run:
         return messages.run_message(state, str(self._runs.directory(state.run_id)))
 

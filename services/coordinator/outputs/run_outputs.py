@@ -23,6 +23,7 @@ from services.coordinator.outputs.lines import (
     ValidationLine,
     step_line,
     step_line_to_json,
+    validation_line_from_json,
     validation_line_to_json,
 )
 from services.coordinator.outputs.regenerate import regenerate
@@ -128,10 +129,14 @@ class RunOutputs:
         )
         log.write(step, line.time, {f"validation/{key}": numbers[key] for key in numbers})
 
+    def validation_values(self, step: int, name: str) -> Mapping[str, float] | None:
+        """What was measured of the weights after `step` updates on this set; None: nothing."""
+        lines = map(validation_line_from_json, self._files.validation.read())
+        return next((line.values for line in lines if (line.step, line.name) == (step, name)), None)
+
     def has_validation(self, step: int, name: str) -> bool:
         """Whether the weights after `step` updates were measured on this held-out set."""
-        rows = self._files.validation.read()
-        return any((row["step"], row["name"]) == (step, name) for row in rows)
+        return self.validation_values(step, name) is not None
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json, report.html and trace.json from the files; returns the summary.

@@ -1,0 +1,148 @@
+"""Held-out evaluation and domains over real gRPC and Redis, with fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollpacker.rpc.client import call
+from rollpacker.rpc.errors import FailedPreconditionError, NotFoundError
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from tests.contract import test_coordinator_service as service
+from tests.contract.test_coordinator_service import Cluster, Coordinator, coordinator
+from tests.tiny_run import run_settings, write_data
+
+cluster = service.cluster  # the fixture
+
+
+async def evaluate(c: Coordinator, run_id: str = "r") -> pb.RunEvaluationResponse:
+    request = pb.RunEvaluationRequest(run_id=run_id)
+    return await call(lambda: c.stub.RunEvaluation(request, timeout=60))
+
+
+def with_sets(cluster: Cluster, prompts: int = 24, **validation: Any) -> dict[str, Any]:
+    values = run_settings(cluster.directory, prompts)
+    sets = []
+    for name, count in (("easy", 3), ("hard", 2)):
+        write_data(cluster.directory / f"{name}.jsonl", count)
+        sets.append({"name": name, "path": str(cluster.directory / f"{name}.jsonl")})
+    values["validation"] = {"sets": sets, "responses_per_prompt": 2, "greedy": True, **validation}
+    return values
+
+
+def lines(run: pb.Run) -> list[dict[str, Any]]:
+    path = Path(run.run_directory) / "validation.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_every_set_is_measured_before_at_the_interval_and_after(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(with_sets(cluster, interval=3))
+        found = lines(await c.until_ended())
+    assert [(line["step"], line["name"]) for line in found] == [
+        (step, name) for step in (0, 3, 6) for name in ("easy", "hard")
+    ]
+    for line in found:
+        count = {"easy": 3, "hard": 2}[line["name"]]
+        assert line["values"]["count"] == 2 * count
+        assert line["values"]["greedy_count"] == count
+        assert {"accuracy", "mean@2", "pass@1", "pass@2"} <= line["values"].keys()
+
+
+async def test_an_evaluation_on_demand_measures_between_steps_and_changes_no_step(
+    cluster: Cluster,
+) -> None:
+    values = with_sets(cluster, prompts=80)
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id="undisturbed")
+        await c.until_ended("undisturbed")
+        expected = await c.schedule("undisturbed")
+    cluster.trainer.disk = type(cluster.trainer.disk)()
+    cluster.trainer.restart()
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).step < 3:
+            await asyncio.sleep(0.005)
+        first, second = await asyncio.gather(evaluate(c), evaluate(c))
+        run = await c.until_ended()
+        assert await c.schedule() == expected
+    assert first == second
+    assert 3 <= first.weight_version <= 20
+    assert [scores.name for scores in first.sets] == ["easy", "hard"]
+    by_version = {(line["step"], line["name"]): line["values"] for line in lines(run)}
+    for scores in first.sets:
+        assert dict(scores.scores) == by_version[first.weight_version, scores.name]
+
+
+async def test_the_same_weights_give_the_same_scores_again(cluster: Cluster) -> None:
+    found = []
+    for run_id in ("one", "two"):
+        async with coordinator(cluster) as c:
+            await c.start(with_sets(cluster), run_id=run_id)
+            found.append([(x["step"], x["values"]) for x in lines(await c.until_ended(run_id))])
+        cluster.trainer.disk = type(cluster.trainer.disk)()
+        cluster.trainer.restart()
+    assert found[0] == found[1]
+
+
+async def test_an_evaluation_that_cannot_be_is_refused_with_the_reason(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        with pytest.raises(NotFoundError, match="there is no run"):
+            await evaluate(c)
+        await c.start(run_settings(cluster.directory, prompts=400))
+        with pytest.raises(FailedPreconditionError, match="no held-out set; start one with data"):
+            await evaluate(c)
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        with pytest.raises(FailedPreconditionError, match="is not being driven"):
+            await evaluate(c)
+
+
+async def test_a_stop_answers_whoever_waits_for_an_evaluation(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(with_sets(cluster, prompts=400))
+        while (await c.get()).step < 1:
+            await asyncio.sleep(0.005)
+        cluster.reward.unavailable = 10**9  # no round ends any more
+        waiting = asyncio.create_task(evaluate(c))
+        driver = c.runs._driver
+        while not driver.validator.is_requested and not waiting.done():
+            await asyncio.sleep(0.005)
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        with pytest.raises(FailedPreconditionError, match="ended before the measurement"):
+            await waiting
+
+
+async def test_trained_and_queued_groups_of_a_domain_are_what_the_mix_gave(
+    cluster: Cluster,
+) -> None:
+    """At every commit, over short and long rounds; ages of the queue do not matter."""
+    values = run_settings(cluster.directory)
+    sources = []
+    for name, count, weight in (("short", 30, 3), ("long", 18, 1)):
+        write_data(cluster.directory / f"{name}.jsonl", count)
+        path = str(cluster.directory / f"{name}.jsonl")
+        sources.append({"name": name, "path": path, "weight": weight})
+    values["data"] = {"sources": sources}
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        run = await c.until_ended()
+        steps = await c.steps()
+    assert run.step == 12
+    for step in steps:
+        given = {
+            name: step.metrics[f"domain/{name}/trained_total"]
+            + step.metrics.get(f"domain/{name}/queued", 0)
+            for name in ("short", "long")
+        }
+        total = sum(given.values())
+        assert abs(given["short"] - total * 3 / 4) < 1
+    trained = Counter(draw.prompt_id.partition("/")[0] for step in steps for draw in step.draws)
+    assert trained == {"short": 36, "long": 12}
+    assert steps[-1].metrics["domain/short/trained_total"] == 36
+    draws = [(draw.epoch, draw.prompt_id) for step in steps for draw in step.draws]
+    assert len(set(draws)) == len(draws) == 48
