@@ -107,6 +107,7 @@ def make_engine(settings: RolloutServiceSettings) -> Engine:
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        silence_seconds=settings.silence_seconds,
     )
 
 

@@ -38,6 +38,9 @@ class RolloutServiceSettings(WorkerSettings):
         0, ge=0, description="cap of prompt and response together; 0: the model's own"
     )
     threads: int = Field(1, ge=1, description="CPU threads of one tensor operation")
+    silence_seconds: float = Field(
+        300.0, gt=0, description="the embedded engine hangs when it makes no step for so long"
+    )
     sglang_python: str = Field(
         "", description="interpreter that has SGLang; default: the one of this service"
     )

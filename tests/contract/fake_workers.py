@@ -65,6 +65,8 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.fence = 0
         self.fail_next = 0  # streams that break in the middle
         self.drain_next = 0  # streams that end early and hand back what runs
+        self.forget_next = 0  # calls that meet an engine which has lost its weights
+        self.replays = True
         self.decoded_tokens = 0
         self.running = 0
         self.slots = 6
@@ -86,11 +88,15 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
             spec=wire.engine_spec_to_proto(self.spec),
             stats=stats,
             engine_kind="fake",
-            replays_by_seed=True,
+            replays_by_seed=self.replays,
         )
 
     async def GenerateGroup(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self._check_fence(request.fence)
+        if self.forget_next:
+            self.forget_next -= 1
+            self.spec = wire.engine_spec_from_proto(rollout_service_pb2.EngineSpec())
+            raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", "serves nothing now")
         if request.weight_version != self.spec.weight_version:
             raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", "other weights")
         whole = {

@@ -399,6 +399,31 @@ async def test_a_replica_with_room_for_everything_leaves_the_others_their_share(
     assert min(counts) >= sum(counts) // 3
 
 
+async def test_a_replica_of_another_weight_version_gets_no_work_until_it_serves(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    expected = await undisturbed(cluster, values)
+    cluster.rollouts[0].forget_next = 5
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        await c.until_ended()
+        assert await c.schedule() == expected
+    assert cluster.rollouts[0].forget_next == 0
+
+
+async def test_exact_is_refused_where_a_seed_means_nothing(cluster: Cluster) -> None:
+    cluster.rollouts[1].replays = False
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory), run_id="exact")
+        run = await c.until_ended("exact", succeeded=False)
+        assert run.state == pb.Run.STATE_FAILED
+        assert "rollout-1 (fake) does not replay by seed, which mode exact needs" in run.failure
+        paper = {"mode": "paper", "prompts_per_step": 4, "responses_per_prompt": 2}
+        await c.start(run_settings(cluster.directory, tail_batching=paper), run_id="paper")
+        await c.until_ended("paper")
+
+
 async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=40)
     expected = await undisturbed(cluster, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -556,3 +557,20 @@ async def test_a_broken_engine_fails_its_callers_and_stops_serving(service):
         await service.generate()
     with pytest.raises(errors.UnavailableError):
         await service.apply(1)
+
+
+async def test_an_engine_that_hangs_fails_its_callers_and_stops_serving(weights_root, monkeypatch):
+    release = threading.Event()
+    async with running_service(weights_root, silence_seconds=1) as service:
+        await service.apply()
+        watch = asyncio.ensure_future(watch_engine(service.engine, service.server))
+        stream = service.stream(**endless())
+        await anext(stream)
+        monkeypatch.setattr(service.engine._core, "step", release.wait)
+        with pytest.raises(errors.UnavailableError, match="no step for 1 s") as failed:
+            async for _ in stream:
+                pass
+        assert failed.value.reason == "ENGINE_FAILED"
+        with pytest.raises(EngineError, match="no step"):
+            await watch
+        release.set()

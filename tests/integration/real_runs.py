@@ -114,6 +114,14 @@ class RealStack:
         assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
         return run
 
+    async def failed(self, run_id: str) -> str:
+        """Wait for the end of the run, which must be a bad one; returns why."""
+        while (run := await self.get(run_id)).state in _OPEN_STATES:
+            self.stack.supervisor.check()
+            await asyncio.sleep(0.02)
+        assert run.state == pb.Run.STATE_FAILED
+        return run.failure
+
     async def run(self, run_id: str, values: dict[str, Any]) -> Trace:
         """A whole run."""
         await self.start(run_id, values)

@@ -130,3 +130,11 @@ async def test_a_prompt_that_stands_twice_in_the_data_is_two_draws(real: RealSta
     rows = [{"prompt": "1+1=", "reference": ANY_NUMBER}] * 12
     trace = await run(real, "twice", 12, rows)
     assert len(set(responses(trace))) > 12  # other seeds, other responses
+
+
+async def test_a_cap_beyond_the_context_ends_the_run_with_the_remedy(real: RealStack) -> None:
+    values = proof_settings(real.directory, 8, sampling={"max_response_tokens": 300})
+    await real.start("too-long", values)
+    failure = await real.failed("too-long")
+    assert "a cap of 300 make" in failure
+    assert "the context is 256: shorten the prompt, lower the cap" in failure

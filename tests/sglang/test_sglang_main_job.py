@@ -10,11 +10,14 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 from rollpacker.local_stack import LocalStack
+from rollpacker.local_stack.ports import free_port
 from rollpacker.rpc.client import call_until, open_channel
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from services.coordinator.outputs import read_step_samples
-from tests.sglang_support import PYTHON
+from services.rollout.sglang_engine import launch, served_model
+from services.rollout.sglang_engine.server_process import ServerProcess
+from tests.sglang_support import PYTHON, options
 from tests.tiny_run import run_settings, write_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
@@ -23,8 +26,12 @@ PROMPTS, STEPS = 16, 4
 OPEN_STATES = (pb.Run.STATE_RUNNING, pb.Run.STATE_STOPPING)
 
 
+class RunFailed(Exception):
+    """The run came to no good end; the message is the coordinator's."""
+
+
 async def trained(directory: Path, values: dict[str, Any], engine: dict[str, object]) -> list[Any]:
-    """What each step of a run trained: (draw, index, tokens, finish reason, reward)."""
+    """What each step of a run trained: (draw, index, tokens, reward). Raises RunFailed."""
     settings = Struct()
     settings.update(values)
     async with LocalStack(directory, rollout_settings=engine) as stack:
@@ -42,7 +49,8 @@ async def trained(directory: Path, values: dict[str, Any], engine: dict[str, obj
             ):
                 stack.supervisor.check()
                 await asyncio.sleep(0.1)
-            assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
+            if run.state != pb.Run.STATE_SUCCEEDED:
+                raise RunFailed(run.failure)
         outputs = stack.layout.run_directory / "job"
     return [
         [
@@ -64,3 +72,19 @@ async def test_a_run_trains_the_same_responses_on_sglang_and_on_the_embedded_eng
     )
     assert sum(map(len, ours)) == PROMPTS * 2
     assert theirs == ours
+
+
+async def test_exact_is_refused_on_a_server_that_ignores_seeds(tmp_path):
+    write_model(tmp_path / "model")
+    asked, port = options(), free_port()
+    shown = served_model.show(served_model.read_directory(tmp_path / "model"), tmp_path / "shown")
+    command = launch.command(asked, shown, port, 1)
+    command.remove("--enable-deterministic-inference")
+    log = tmp_path / "log"
+    server = await ServerProcess.start(command, launch.environment(asked, 1), log)
+    engine = {"engine": "sglang", "sglang_url": f"http://127.0.0.1:{port}"}
+    try:
+        with pytest.raises(RunFailed, match=r"\(sglang\) does not replay by seed"):
+            await trained(tmp_path / "stack", run_settings(tmp_path, PROMPTS), engine)
+    finally:
+        await server.kill()

@@ -66,6 +66,11 @@ class DecodeLoop:
         runner = self._runner
         return (runner.context, runner.config.vocab_size) if runner else (0, 0)
 
+    @property
+    def step_count(self) -> int:
+        """Steps so far."""
+        return self._scheduler.step
+
     def load_weights(self, directory: Path) -> None:
         """See `Engine.load_weights`."""
         self._refuse_while_busy("load weights")

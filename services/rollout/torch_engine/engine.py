@@ -5,7 +5,8 @@ between two steps, in order, and sleeps on the inbox when there is nothing to de
 back by `call_soon_threadsafe`.
 
 Life: open -> closed (by `close`: everything is aborted first) or open -> broken (an unforeseen
-exception in the thread: every waiting caller gets an EngineError, and so does every later one).
+exception in the thread, or a thread that makes no step any more although responses run: every
+waiting caller gets an EngineError, and so does every later one).
 Errors that the loop foresees (EngineError) go to their caller and leave the engine open.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,6 +40,7 @@ _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+_LOOK_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 _Event = GenerationResult | GenerationProgress
 Result = TypeVar("Result")
@@ -58,15 +61,17 @@ class TorchEngine:
         device: str = "cpu",
         dtype: DtypeName = "float32",
         threads: int = 1,
+        silence_seconds: float = 300.0,
     ) -> None:
         """`slots`: responses decoded at once. `kv_budget_tokens`: of all their sequences.
 
         `max_context_tokens` caps a sequence; 0 means the model's own length. `threads`: CPU
-        threads of one operation.
+        threads of one operation. `silence_seconds`: without a step for so long, the engine hangs.
         """
         self._loop = asyncio.get_running_loop()
         self._kv_budget = kv_budget_tokens
         self._threads = threads
+        self._silent_looks = math.ceil(silence_seconds / _LOOK_SECONDS)
         self._core = DecodeLoop(
             slot_count=slots,
             kv_budget_tokens=kv_budget_tokens,
@@ -127,7 +132,16 @@ class TorchEngine:
         return self._core.stats()  # counts only: safe to read while the thread works
 
     async def wait_failed(self) -> EngineError:
-        return await asyncio.shield(self._failure)
+        """Also watches the thread: looks are counted, not seconds, so that a process that was
+        stopped for a while is not taken for one that hangs."""
+        silent, step = 0, -1
+        while not (await asyncio.wait([self._failure], timeout=_LOOK_SECONDS))[0]:
+            is_silent = self._core.step_count == step and self.stats().running_response_count > 0
+            silent, step = silent + 1 if is_silent else 0, self._core.step_count
+            if silent >= self._silent_looks:
+                seconds = self._silent_looks * _LOOK_SECONDS
+                self._fail(EngineError(f"no step for {seconds:.0f} s; restart the service"))
+        return self._failure.result()
 
     async def close(self) -> None:
         self._closed = True
@@ -213,6 +227,8 @@ class TorchEngine:
     # In the event loop again:
 
     def _fail(self, failure: EngineError) -> None:
+        if self._failure.done():
+            return
         self._failure.set_result(failure)
         for events in self._streams:
             events.put_nowait(failure)
