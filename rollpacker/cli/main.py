@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from rollpacker.cli import (
+    backup,
     check,
     demo,
     doctor,
@@ -39,4 +40,6 @@ app.command("deferred")(reports.deferred)
 app.command("workers")(reports.workers)
 app.command("evaluate")(runs.evaluate)
 app.command("stop")(runs.stop)
+app.command("backup")(backup.backup)
+app.command("restore")(backup.restore)
 app.add_typer(grade.app, name="grade")

@@ -34,6 +34,11 @@ def _key(run_id: str, *parts: str | int) -> str:
     return ":".join([f"rollpacker:{{{run_id}}}", *map(str, parts)])
 
 
+def of_run(run_id: str, name: str) -> str:
+    """A key of the run by its name without the prefix; the prefix itself for no name."""
+    return _key(run_id, name)
+
+
 def state(run_id: str) -> str:
     return _key(run_id, "state")
 

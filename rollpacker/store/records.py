@@ -17,6 +17,10 @@ from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 LAYOUT_VERSION = 1
 
 
+class LayoutError(ValueError):
+    """A state was written by a version whose layout this one cannot read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Sums over the committed steps of a run."""
@@ -87,11 +91,11 @@ def state_to_json(state: RunState) -> str:
 
 
 def state_from_json(text: str | bytes) -> RunState:
-    """Raises ValueError for a layout that this version cannot read."""
+    """Raises LayoutError for a layout that this version cannot read."""
     values = json.loads(text)
     layout = values.pop("layout_version", None)
     if layout != LAYOUT_VERSION:
-        raise ValueError(
+        raise LayoutError(
             f"run state has layout {layout}, this version reads {LAYOUT_VERSION};"
             " finish the run with the version that started it"
         )

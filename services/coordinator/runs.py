@@ -33,7 +33,7 @@ from rollpacker.rpc.errors import (
 )
 from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
 from rollpacker.store.lease import CoordinatorLease
-from rollpacker.store.records import RunState
+from rollpacker.store.records import LayoutError, RunState
 from rollpacker.store.run_store import RunStore, StaleFenceError, list_run_ids
 from rollpacker.tasks import end_tasks
 from services.coordinator.command_runner import RoundFailedError
@@ -108,7 +108,7 @@ class Runs:
 
     async def _resume_open_run(self) -> None:
         for run_id in await list_run_ids(self._redis):
-            state = await RunStore(self._redis, run_id).load()
+            state = await self._readable(run_id)
             if state is None or state.status not in _OPEN or self._active:
                 continue
             _log.info("going on with run %s at step %d", run_id, state.step)
@@ -140,7 +140,7 @@ class Runs:
         self._require_lease()
         await self._scanned.wait()
         store = RunStore(self._redis, run_id)
-        state = await store.load()
+        state = await self._load(run_id)
         if state is not None and state.settings != resolved:
             raise AlreadyExistsError(
                 "SETTINGS_DIFFER",
@@ -195,15 +195,31 @@ class Runs:
         return await self._driver.validator.request()
 
     async def get(self, run_id: str) -> RunState:
-        """The committed state of a run. Raises NotFoundError."""
-        state = await RunStore(self._redis, run_id).load()
+        """The committed state of a run. Raises NotFoundError, FailedPreconditionError."""
+        state = await self._load(run_id)
         if state is None:
             raise NotFoundError("RUN_NOT_FOUND", f"there is no run {run_id!r}; see ListRuns")
         return state
 
     async def list(self) -> list[RunState]:
-        """All runs, newest first."""
-        return [await self.get(run_id) for run_id in await list_run_ids(self._redis)]
+        """All runs that this version can read, newest first."""
+        states = [await self._readable(run_id) for run_id in await list_run_ids(self._redis)]
+        return [state for state in states if state is not None]
+
+    async def _load(self, run_id: str) -> RunState | None:
+        """Raises FailedPreconditionError where another version wrote the state."""
+        try:
+            return await RunStore(self._redis, run_id).load()
+        except LayoutError as error:
+            raise FailedPreconditionError("LAYOUT", f"run {run_id}: {error}") from error
+
+    async def _readable(self, run_id: str) -> RunState | None:
+        """The state of a run; None where another version wrote it: that run is left alone."""
+        try:
+            return await self._load(run_id)
+        except FailedPreconditionError as error:
+            _log.warning("left alone: %s", error)
+            return None
 
     def store(self, run_id: str) -> RunStore:
         """Records and events of a run."""

@@ -442,6 +442,34 @@ async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:
         assert await c.schedule() == expected
 
 
+async def test_a_run_of_another_layout_is_refused_with_the_reason_and_stops_nobody_else(
+    cluster: Cluster,
+) -> None:
+    """A new version starts although an old one left a run open, and drives its own."""
+    values = run_settings(cluster.directory)
+    key = keys.state("old")
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id="old")
+        await c.stop(pb.STOP_MODE_IMMEDIATELY, run_id="old")
+    text = json.loads(await cluster.redis.hget(key, "state"))
+    old = {"state": json.dumps({**text, "layout_version": 0}), "status": "running"}
+    await cluster.redis.hset(key, mapping=old)
+    cluster.trainer.restart()
+    async with coordinator(cluster) as c:
+        with pytest.raises(
+            FailedPreconditionError, match="layout 0, this version reads"
+        ) as refused:
+            await c.get("old")
+        assert refused.value.reason == "LAYOUT"
+        with pytest.raises(FailedPreconditionError, match="finish the run with the version that"):
+            await c.start(values, run_id="old")
+        await c.start(values)
+        await c.until_ended()
+        listed = await call(lambda: c.stub.ListRuns(pb.ListRunsRequest()))
+        assert [run.run_id for run in listed.runs] == ["r"]
+    assert json.loads(await cluster.redis.hget(key, "state"))["layout_version"] == 0
+
+
 async def test_stopping_with_drain_trains_the_queue_and_draws_nothing_new(
     cluster: Cluster,
 ) -> None:

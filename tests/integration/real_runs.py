@@ -96,6 +96,10 @@ class RealStack:
         request = pb.StartRunRequest(run_id=run_id, settings=settings)
         await self._call(lambda: self._stub.StartRun(request, timeout=30))
 
+    async def stop(self, run_id: str, mode: pb.StopMode.ValueType) -> None:
+        request = pb.StopRunRequest(run_id=run_id, mode=mode)
+        await self._call(lambda: self._stub.StopRun(request, timeout=30))
+
     async def get(self, run_id: str) -> pb.Run:
         request = pb.GetRunRequest(run_id=run_id)
         return (await self._call(lambda: self._stub.GetRun(request, timeout=30))).run
