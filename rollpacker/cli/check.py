@@ -1,129 +1,146 @@
 """`check`: everything that a run needs, looked at before anything is started.
 
-Settings, the model's files, the data, and the arithmetic of a step. Needs no coordinator.
+    run file -> settings -> model, tokenizer -> rows of all sources -> arithmetic   (run_findings)
+             -> coordinator, workers, reward function                             (service_findings)
+             -> this machine: /dev/shm, ports, disk, limits                                 (doctor)
+
+Every finding is ok, note or bad, and has its fix. The command ends with 2 where the run file, its
+model or its data is bad, with 1 where only the services or the machine are, else with 0. What one
+part needs of an earlier one that is bad is left out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
+
+from rollpacker.cli import doctor
 from rollpacker.cli.console import print_table, printable
-from rollpacker.cli.failures import told_in_one_line
+from rollpacker.cli.coordinator import DEFAULT_ADDRESS, CoordinatorAddress
+from rollpacker.cli.doctor import Finding
+from rollpacker.cli.failures import WORK_FAILED, WRONG_INPUT, told_in_one_line
+from rollpacker.cli.model_files import ModelFacts, inspect_model
+from rollpacker.cli.run_findings import (
+    all_prompts,
+    batch_findings,
+    domain_rows,
+    leak_findings,
+    length_findings,
+    look_at_source,
+    named_sources,
+    source_findings,
+    step_rows,
+    tokenizer_findings,
+)
 from rollpacker.cli.runs import Config, Overrides
-from rollpacker.data import RunData, load_run_data
-from rollpacker.policy.tail_batching import TailBatchingRules
+from rollpacker.cli.service_findings import service_findings
+from rollpacker.data import DataError, RunData, TextTokenizer
+from rollpacker.data.run_data import assemble, load_tokenizer, prompt_rules
 from rollpacker.settings import RunSettings, SettingsError, load_run_settings
 from rollpacker.types import Prompt
 
-_LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
-
-
-def check(config: Config, overrides: Overrides = None) -> None:
-    """Check settings, model and data of a run file; print its arithmetic and its first prompt."""
-    with told_in_one_line():
-        settings = load_run_settings(config, overrides or ())
-        model = inspect_model(Path(settings.model))
-        data = load_run_data(settings)
-        refuse_what_does_not_fit(settings, model, data)
-        print_table(("", ""), [*_rows(settings, model, data), *step_rows(settings, data)], "")
-        first = data.dataset[0]
-        print(f"\nfirst prompt ({first.prompt_id}, {len(first.token_ids)} tokens):")
-        for line in first.text.split("\n"):
-            print(f"  {printable(line)}")
+_OF_THE_MACHINE = ("/dev/shm", "port", "disk", "open files", "security", "redis")  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the files of a model directory say."""
+class RunLook:
+    """What a run file comes to; None: something before it is bad."""
 
-    architecture: str
-    parameters: int  # numbers stored in the safetensors files
-    context_tokens: int | None  # longest sequence it was made for; None: not said
+    findings: tuple[Finding, ...]
+    model: ModelFacts | None = None
+    data: RunData | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        return any(finding.level == "bad" for finding in self.findings)
 
 
-def inspect_model(directory: Path) -> ModelFacts:
-    """Read config.json and the headers of *.safetensors. Raises SettingsError."""
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    only_run: Annotated[
+        bool, typer.Option("--only-run", help="Leave out the services and this machine.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Find what is wrong with a run before anything starts; each finding with its fix."""
+    with told_in_one_line():
+        settings = load_run_settings(config, overrides or ())
+    look = look_at_run(settings)
+    around: list[Finding] = []
+    if not only_run:
+        prompts = all_prompts(look.data) if look.data else []
+        around = asyncio.run(service_findings(coordinator, settings, prompts))
+        served = any(f.subject == "coordinator" and f.level == "ok" for f in around)
+        around += machine_findings(Path("runs"), served=served)
+    rows = [] if look.model is None or look.data is None else facts(settings, look.model, look.data)
+    first = look.data.dataset[0] if look.data else None
+    (_print_json if as_json else _print)([*look.findings, *around], rows, first)
+    if look.is_bad:
+        raise typer.Exit(WRONG_INPUT)
+    if any(finding.level == "bad" for finding in around):
+        raise typer.Exit(WORK_FAILED)
+
+
+def look_at_run(settings: RunSettings) -> RunLook:
+    """Model, tokenizer, data and arithmetic of a run."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        files = sorted(directory.glob("*.safetensors"))
-        parameters = sum(_count_parameters(path) for path in files)
-    except (OSError, ValueError) as error:
-        raise SettingsError([("model", f"{directory} cannot be read: {error}")]) from error
-    if not files:
-        raise SettingsError([("model", f"{directory} holds no *.safetensors file")])
-    names = config.get("architectures") or [config.get("model_type", "unknown")]
-    return ModelFacts(str(names[0]), parameters, config.get("max_position_embeddings"))
+        model = inspect_model(Path(settings.model))
+    except SettingsError as error:
+        return RunLook(tuple(Finding(name, "bad", what) for name, what in error.problems))
+    try:
+        tokenizer = load_tokenizer(settings)
+    except DataError as error:
+        fix = "give a directory with tokenizer.json as data.tokenizer"
+        return RunLook((Finding("tokenizer", "bad", str(error), fix),), model)
+    found = [*tokenizer_findings(settings, model, tokenizer)]
+    if any(finding.subject == "chat template" and finding.level == "bad" for finding in found):
+        return RunLook(tuple(found), model)
+    wrong, data = _look_at_data(settings, tokenizer)
+    found += wrong
+    if data is not None:
+        found += [*leak_findings(data), *batch_findings(settings, data)]
+        found += length_findings(settings, model, data)
+    return RunLook(tuple(found), model, data)
 
 
-def _count_parameters(path: Path) -> int:
-    """Raises OSError, ValueError when the file is no whole safetensors file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"{path.name} is no safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
-        size = file.seek(0, 2)
-    header.pop("__metadata__", None)
-    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"{path.name} has {size} bytes, its header says {8 + length + end}")
-    return sum(math.prod(tensor["shape"]) for tensor in header.values())
-
-
-def refuse_what_does_not_fit(settings: RunSettings, model: ModelFacts, data: RunData) -> None:
-    """Raises SettingsError when the longest prompt and the cap exceed the model's context."""
-    longest = max(len(prompt.token_ids) for prompt in all_prompts(data))
-    cap = settings.sampling.max_response_tokens
-    if model.context_tokens is not None and longest + cap > model.context_tokens:
-        raise SettingsError(
-            [
-                (
-                    "sampling.max_response_tokens",
-                    f"{cap}, and the longest prompt of {longest} tokens, exceed the model's"
-                    f" context of {model.context_tokens}; at most"
-                    f" {model.context_tokens - longest} fit",
-                )
-            ]
-        )
-
-
-def all_prompts(data: RunData) -> list[Prompt]:
-    """Training and held-out prompts."""
-    return [*data.dataset, *(p for prompts in data.validation.values() for p in prompts)]
-
-
-def step_rows(settings: RunSettings, data: RunData) -> list[tuple[str, str]]:
-    """The arithmetic of a step: responses and tokens, launches per level, steps in all."""
-    batching = settings.tail_batching
-    kept, responses = batching.prompts_per_step, batching.responses_per_prompt
-    rules = TailBatchingRules(kept, responses, batching.resolved_speculation_factors)
-    tokens = kept * responses * settings.sampling.max_response_tokens
-    rows = [
-        (
-            "step",
-            f"{kept} prompts x {responses} responses = {kept * responses} responses,"
-            f" at most {tokens:,} tokens",
-        )
+def _look_at_data(
+    settings: RunSettings, tokenizer: TextTokenizer
+) -> tuple[list[Finding], RunData | None]:
+    rules = prompt_rules(settings)
+    looks = [
+        look_at_source(name, source, tokenizer, rules) for name, source in named_sources(settings)
     ]
-    for level in range(rules.levels + 1):
-        launched = rules.launch_count(level)
-        fate = f"defers {launched - kept}" if level < rules.levels else "defers none"
-        rows.append((f"level {level}", f"launches {launched}, keeps {kept}, {fate}"))
-    draws = len(data.dataset) * data.dataset.epochs
-    steps = math.ceil(draws / kept)
-    limited = min(steps, settings.max_steps) if settings.max_steps else steps
-    last = draws - (steps - 1) * kept
-    smaller = f"; the last one has {last} prompts" if limited == steps and last < kept else ""
-    rows.append(("run", f"{limited} steps of {steps} that the data allow{smaller}"))
-    return rows
+    found = [finding for look in looks for finding in source_findings(look)]
+    if any(finding.level == "bad" for finding in found) or not all(x.prompts for x in looks):
+        return found, None
+    count = len(settings.data.resolved_sources)
+    loaded = [look.loaded() for look in looks]
+    names = [source.name for source in settings.held_out_sets]
+    held_out = dict(zip(names, loaded[count:], strict=True))
+    return found, assemble(settings, tokenizer, loaded[:count], held_out)
 
 
-def _rows(settings: RunSettings, model: ModelFacts, data: RunData) -> list[tuple[str, str]]:
+def machine_findings(runs: Path, *, served: bool) -> list[Finding]:
+    """What doctor finds bad or doubtful here; a port that a coordinator serves is no trouble."""
+    return [
+        finding
+        for finding in doctor.findings(doctor.gather(runs))
+        if finding.level != "ok"
+        and finding.subject in _OF_THE_MACHINE
+        and not (served and finding.subject == "port")
+    ]
+
+
+def facts(settings: RunSettings, model: ModelFacts, data: RunData) -> list[tuple[str, str]]:
+    """What the run is, in the words and figures of the arithmetic."""
     return [
         ("mode", f"{settings.tail_batching.mode}, seed {settings.seed}"),
         ("model", f"{model.architecture}, {model.parameters:,} parameters, {settings.model}"),
@@ -132,11 +149,13 @@ def _rows(settings: RunSettings, model: ModelFacts, data: RunData) -> list[tuple
             f"{len(data.dataset)} prompts of {_token_range(data.dataset)} tokens,"
             f" {data.dataset.epochs} epochs",
         ),
+        *domain_rows(settings, data),
         *(
             (f"held-out {name}", f"{len(prompts)} prompts of {_token_range(prompts)} tokens")
             for name, prompts in data.validation.items()
         ),
         ("stop tokens", _stop_tokens(settings, data)),
+        *step_rows(settings, data),
     ]
 
 
@@ -147,4 +166,38 @@ def _token_range(prompts: Sequence[Prompt]) -> str:
 
 def _stop_tokens(settings: RunSettings, data: RunData) -> str:
     ids = settings.sampling.stop_token_ids or data.tokenizer.eos_token_ids
-    return ", ".join(map(str, ids)) or "none: every response runs to its cap"
+    return ", ".join(map(str, ids)) or "none"
+
+
+def _print(
+    findings: Sequence[Finding], rows: Sequence[tuple[str, str]], first: Prompt | None
+) -> None:
+    if rows:
+        print_table(("", ""), rows, "")
+    if first is not None:
+        print(f"\nfirst prompt ({first.prompt_id}, {len(first.token_ids)} tokens):")
+        for line in first.text.split("\n"):
+            print(f"  {printable(line)}")
+    print()
+    cells = [(f.level, f.subject, printable(f.what), printable(f.fix)) for f in findings]
+    print_table(("", "subject", "found", "fix"), cells, "nothing is wrong")
+
+
+def _print_json(
+    findings: Sequence[Finding], rows: Sequence[tuple[str, str]], first: Prompt | None
+) -> None:
+    print(
+        json.dumps(
+            {
+                "bad": sum(finding.level == "bad" for finding in findings),
+                "findings": [asdict(finding) for finding in findings],
+                "facts": dict(rows),
+                "first_prompt": first
+                and {
+                    "prompt_id": first.prompt_id,
+                    "text": first.text,
+                    "token_ids": first.token_ids,
+                },
+            }
+        )
+    )

@@ -52,9 +52,18 @@ class Coordinator:
         self._patience_seconds = patience_seconds
 
     async def start_run(self, run_id: str, settings: RunSettings) -> pb.Run:
+        return await self._start_run(run_id, settings, validate_only=False)
+
+    async def validate_run(self, run_id: str, settings: RunSettings) -> None:
+        """Let the coordinator check settings and data as it sees them; nothing starts."""
+        await self._start_run(run_id, settings, validate_only=True)
+
+    async def _start_run(
+        self, run_id: str, settings: RunSettings, *, validate_only: bool
+    ) -> pb.Run:
         values = Struct()
         values.update(settings.model_dump(mode="json"))
-        request = pb.StartRunRequest(run_id=run_id, settings=values)
+        request = pb.StartRunRequest(run_id=run_id, settings=values, validate_only=validate_only)
         make = partial(self._stub.StartRun, request, timeout=_START_DEADLINE_SECONDS)
         return (await self._call(make)).run
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollpacker.data.dataset import PromptDataset
-from rollpacker.data.rows import PromptRules, load_prompts
+from rollpacker.data.rows import LoadedPrompts, PromptRules, load_prompts
 from rollpacker.data.tokenizer import TextTokenizer
 from rollpacker.settings import RunSettings
 from rollpacker.types import GraderKind, Prompt
@@ -25,14 +25,24 @@ class RunData:
 
 def load_run_data(settings: RunSettings) -> RunData:
     """Read what the settings name. Raises DataError."""
-    data = settings.data
     tokenizer = load_tokenizer(settings)
     rules = prompt_rules(settings)
-    training = [load_prompts(source, tokenizer, rules) for source in data.resolved_sources]
+    training = [load_prompts(source, tokenizer, rules) for source in settings.data.resolved_sources]
     held_out = {
         source.name: load_prompts(source.model_copy(update={"name": ""}), tokenizer, rules)
         for source in settings.held_out_sets
     }
+    return assemble(settings, tokenizer, training, held_out)
+
+
+def assemble(
+    settings: RunSettings,
+    tokenizer: TextTokenizer,
+    training: Sequence[LoadedPrompts],
+    held_out: Mapping[str, LoadedPrompts],
+) -> RunData:
+    """The data of a run from what its sources hold; `held_out` by set."""
+    data = settings.data
     weights = {source.name: source.weight for source in data.sources if source.weight}
     dataset = PromptDataset(
         [prompt for loaded in training for prompt in loaded.prompts],

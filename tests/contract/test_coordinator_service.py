@@ -59,6 +59,7 @@ class Coordinator:
     runs: Runs
     workers: WorkerRegistry
     lost: asyncio.Task[None]
+    address: str = ""
 
     async def start(self, values: dict[str, Any], run_id: str = "r", **more: Any) -> pb.Run:
         struct = Struct()
@@ -114,6 +115,7 @@ async def cluster(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Cluster]
     }
     for server, _ in servers.values():
         await server.start()
+        await server.set_serving(True)
     addresses = {name: (server.address, kind) for name, (server, kind) in servers.items()}
     yield Cluster(redis_client, tmp_path, rollouts, reward, trainer, addresses)
     await asyncio.gather(*(server.stop() for server, _ in servers.values()))
@@ -152,7 +154,7 @@ async def coordinator(
     while runs._fence is None and coordinator_id == "c":
         await asyncio.sleep(0)
     try:
-        yield Coordinator(stub, runs, workers, task)
+        yield Coordinator(stub, runs, workers, task, server.address)
     finally:
         await end_tasks(task)
         await channel.close()
