@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rollpacker import wire
 from rollpacker.cli.console import printable
+from rollpacker.policy.alarms import Alarm, find_alarm
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
 ENDED = frozenset({pb.Run.STATE_SUCCEEDED, pb.Run.STATE_FAILED, pb.Run.STATE_STOPPED})
@@ -87,10 +88,47 @@ class RunView:
         """The newest steps, oldest of them first."""
         return [self.steps[number] for number in sorted(self.steps)[-count:]]
 
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Those of the newest step."""
+        return [alarm for step in self.newest_steps(1) for alarm in step_alarms(step)]
+
     def series(self, metric: str) -> list[float]:
         """A metric over the steps that have it."""
         found = (self.steps[number].metrics.get(metric) for number in sorted(self.steps))
         return [value for value in found if value is not None]
+
+
+class EventLines:
+    """Events as lines of a log, which wants what is settled: rounds in progress are left out.
+
+    The state of a run may be told many times, and an alarm holds for many steps: each is said when
+    it begins.
+    """
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._raised: set[str] = set()
+
+    def of(self, event: pb.WatchRunResponse) -> list[str]:
+        """What an event adds to the log."""
+        kind = event.WhichOneof("event")
+        if kind == "step_finished":
+            raised = step_alarms(event.step_finished)
+            new = [alarm for alarm in raised if alarm.name not in self._raised]
+            self._raised = {alarm.name for alarm in raised}
+            said = [f"alarm {alarm.name}: {alarm.text}" for alarm in new]
+            return [step_line(event.step_finished), *said]
+        if kind == "run_changed" and (line := run_line(event.run_changed)) != self._run:
+            self._run = line
+            return [line]
+        return []
+
+
+def step_alarms(step: pb.Step) -> list[Alarm]:
+    """The alarms that hold after a step."""
+    found = (find_alarm(name) for name in sorted(step.metrics))
+    return [alarm for alarm in found if alarm is not None]
 
 
 def step_cells(step: pb.Step) -> list[str]:

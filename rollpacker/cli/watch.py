@@ -13,7 +13,7 @@ from rich.text import Text
 from rollpacker.cli import run_view
 from rollpacker.cli.console import console
 from rollpacker.cli.coordinator import Coordinator
-from rollpacker.cli.run_view import RunView
+from rollpacker.cli.run_view import EventLines, RunView
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
 _STEPS_SHOWN = 12
@@ -33,24 +33,12 @@ async def follow(coordinator: Coordinator, run_id: str) -> RunView:
                 view.apply(event)
                 live.update(_picture(view))
     else:
-        shown = ""
+        log = EventLines()
         async for event in events:
             view.apply(event)
-            line = _line(event)
-            if line and line != shown:  # the state of a run may be told more than once
+            for line in log.of(event):
                 print(line, flush=True)
-                shown = line
     return view
-
-
-def _line(event: pb.WatchRunResponse) -> str:
-    """Rounds in progress are left out: a log wants what is settled."""
-    kind = event.WhichOneof("event")
-    if kind == "step_finished":
-        return run_view.step_line(event.step_finished)
-    if kind == "run_changed":
-        return run_view.run_line(event.run_changed)
-    return ""
 
 
 def _picture(view: RunView) -> RenderableType:
@@ -65,6 +53,7 @@ def _picture(view: RunView) -> RenderableType:
     for step in view.newest_steps(_STEPS_SHOWN):
         table.add_row(*run_view.step_cells(step))
     parts.append(table)
+    parts += [Text(f"alarm {alarm.name}: {alarm.text}", style="red") for alarm in view.alarms]
     rewards = view.series(run_view.REWARD)
     if len(rewards) > 1:
         parts.append(Text(f"reward {run_view.sparkline(rewards)} {rewards[-1]:.3f}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollpacker.cli import run_view
 from rollpacker.cli.console import printable
-from rollpacker.cli.run_view import RunView
+from rollpacker.cli.run_view import EventLines, RunView
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
 from tests.fake_coordinator import step
@@ -73,3 +73,36 @@ def test_a_sparkline_spans_its_values_and_is_no_wider_than_asked() -> None:
 
 def test_text_of_a_model_cannot_command_the_terminal() -> None:
     assert printable("\x1b[2J\n= 12é") == "\\x1b[2J\\n= 12é"
+
+
+def test_a_log_says_the_state_of_a_run_once_although_it_is_told_again() -> None:
+    log = EventLines()
+    ended = pb.Run(run_id="r", state=pb.Run.STATE_SUCCEEDED, step=2, planned_steps=2)
+    told = [
+        pb.WatchRunResponse(run_changed=ended),  # an old event shows the run as it is now
+        pb.WatchRunResponse(step_finished=step(0)),
+        pb.WatchRunResponse(round_progress=pb.RoundProgress(step=1)),
+        pb.WatchRunResponse(step_finished=step(1)),
+        pb.WatchRunResponse(run_changed=ended),
+    ]
+    lines = [line for event in told for line in log.of(event)]
+    assert [line.split("  ")[0] for line in lines] == [
+        "r succeeded: 2 of 2 steps, weight version 0, 0 draws deferred",
+        "step 0",
+        "step 1",
+    ]
+
+
+def test_an_alarm_is_said_when_it_begins_and_again_when_it_comes_back() -> None:
+    log, view = EventLines(), RunView()
+    said = []
+    for number, raised in enumerate([False, True, True, False, True]):
+        finished = step(number)
+        if raised:
+            finished.metrics["alarm/truncated"] = 1.0
+        event = pb.WatchRunResponse(step_finished=finished)
+        view.apply(event)
+        said.append([line.partition(":")[0] for line in log.of(event)[1:]])
+    assert said == [[], ["alarm truncated"], [], [], ["alarm truncated"]]
+    assert [alarm.name for alarm in view.alarms] == ["truncated"]
+    assert "raise sampling.max_response_tokens" in view.alarms[0].text
