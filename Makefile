@@ -91,6 +91,15 @@ test-sglang: .venv/installed .venv-sglang/installed  ## test the SGLang engine o
 test-web: .venv/installed .venv/playwright  ## test the web page in a headless Chromium; CHROMIUM=path
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/web/page_in_browser.py
 
+.venv-trackers/installed: pyproject.toml requirements.lock
+	test -d .venv-trackers || $(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/pip install --quiet --constraint requirements.lock --editable '.[coordinator,trackers]' pytest
+	touch $@
+
+.PHONY: test-trackers
+test-trackers: .venv-trackers/installed  ## test wandb and mlflow, in an environment of their own
+	.venv-trackers/bin/python -m pytest -q -c /dev/null --rootdir . tests/trackers/real_trackers.py
+
 TOOLS := .venv-deploy/bin
 
 .venv-deploy/installed: deploy/requirements-tools.txt

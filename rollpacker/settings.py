@@ -148,6 +148,21 @@ class ValidationSettings(Section):
     interval: int = Field(0, ge=0, description="steps between evaluations; 0: first and last only")
 
 
+class TrackingSettings(Section):
+    """Experiment trackers besides metrics.jsonl and TensorBoard, which are always written."""
+
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
+        (), description="any of wandb, mlflow; they need the extra `trackers`"
+    )
+    project: str = Field(
+        "rollpacker", min_length=1, description="project of wandb, experiment of mlflow"
+    )
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="offline: below the run's directory, for `wandb sync`"
+    )
+    mlflow_uri: str = Field("", description="default: what MLFLOW_TRACKING_URI says")
+
+
 class RunSettings(Section):
     """One run."""
 
@@ -160,6 +175,7 @@ class RunSettings(Section):
     reward: RewardSettings = RewardSettings()
     trainer: TrainerSettings = TrainerSettings()
     validation: ValidationSettings = ValidationSettings()
+    tracking: TrackingSettings = TrackingSettings()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

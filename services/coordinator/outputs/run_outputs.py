@@ -36,6 +36,7 @@ from services.coordinator.outputs.run_directory import (
 )
 from services.coordinator.outputs.samples import group_to_lines, read_groups
 from services.coordinator.outputs.tensorboard import EventLog
+from services.coordinator.outputs.trackers import TrackedRun, Trackers
 
 _VALIDATION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -58,7 +59,8 @@ class RunOutputs:
         """Open the directory, new or of an earlier part of the same run.
 
         settings: the resolved run settings, as JSON values.
-        Raises RunDirectoryError when the directory belongs to another run.
+        Raises RunDirectoryError when the directory belongs to another run, or when a tracker that
+        the settings name is not installed.
         """
         self._files = RunDirectory(directory)
         if self._files.run_file.exists():
@@ -73,6 +75,7 @@ class RunOutputs:
         self._newest_step = self._files.metrics.newest_step()
         self._train_log = EventLog(self._files.tensorboard / "train")
         self._validation_logs: dict[str, EventLog] = {}
+        self._trackers = Trackers(TrackedRun(run_id, directory, settings))
 
     def write_step(self, record: StepRecord, groups: Sequence[PromptGroup]) -> None:
         """Write the outputs of a committed step; a repeat replaces them.
@@ -89,6 +92,7 @@ class RunOutputs:
         line = step_line(record)
         line = dataclasses.replace(line, metrics=with_aliases(line.metrics))
         self._train_log.write(line.step, line.end_time, line.metrics)
+        self._trackers.write(line.step, line.end_time, line.metrics)
         self._files.metrics.append(step_line_to_json(line))
         self._newest_step = record.step
 
@@ -128,6 +132,8 @@ class RunOutputs:
             name, EventLog(self._files.tensorboard / f"validation-{name}")
         )
         log.write(step, line.time, {f"validation/{key}": numbers[key] for key in numbers})
+        tracked = {f"validation/{name}/{key}": value for key, value in numbers.items()}
+        self._trackers.write(step, line.time, tracked)
 
     def validation_values(self, step: int, name: str) -> Mapping[str, float] | None:
         """What was measured of the weights after `step` updates on this set; None: nothing."""
@@ -143,6 +149,7 @@ class RunOutputs:
 
         May be called at any time and any number of times.
         """
+        self._trackers.close()
         return regenerate(self._files.path)
 
     def _check(self, record: StepRecord, groups: Sequence[PromptGroup]) -> None:
