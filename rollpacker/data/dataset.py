@@ -127,6 +127,14 @@ class PromptDataset(Sequence[Prompt]):
             )
         return (self.epochs - cursor.epoch) * len(self) - cursor.position
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of ids, domains and tokens in the order of the files: what a cursor is a place in."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for prompt in self._prompts:
+            hashed.update(repr((prompt.prompt_id, prompt.domain, prompt.token_ids)).encode())
+        return hashed.hexdigest()
+
     def domain_of(self, prompt_id: str) -> str:
         """The domain of a prompt; "" where it has none, and for an id that is not of the data."""
         prompt = self._by_id.get(prompt_id)

@@ -50,6 +50,7 @@ class RunState:
     totals: Totals = Totals()
     failure: str = ""
     stop_mode: str = ""  # "", after_step, drain, immediately
+    data_digest: str = ""  # of the data that the cursor is a place in
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from rollpacker.observability.tracing import span
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown, ScaleDownRules
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
+from rollpacker.rpc.errors import FailedPreconditionError
 from rollpacker.sampling import response_seeds
 from rollpacker.settings import RunSettings
 from rollpacker.store.draft_store import DraftStore
@@ -85,7 +86,7 @@ class RunDriver:
         """
         state = await self._resuming.resume()
         self.stop_mode = self.stop_mode or state.stop_mode
-        self._show_first_prompt(state)
+        self._open_data(state)
         while self.stop_mode not in _STOPS:
             state = await self._validated(state)
             try:
@@ -104,9 +105,17 @@ class RunDriver:
         await in_thread(self._context.outputs.finish)
         return "stopped" if ended_early else "succeeded"
 
-    def _show_first_prompt(self, state: RunState) -> None:
-        """What the model sees, as it sees it: most wrong templates are found by looking."""
+    def _open_data(self, state: RunState) -> None:
+        """Refuse data in which the cursor is another place; show what the model sees, as it sees
+        it: most wrong templates are found by looking. Raises FailedPreconditionError."""
         data = self._context.data
+        if state.data_digest not in ("", data.dataset.digest):
+            raise FailedPreconditionError(
+                "DATA_CHANGED",
+                f"the data of run {state.run_id} is not what it was at its start (now"
+                f" {len(data.dataset)} prompts, digest {data.dataset.digest}, then"
+                f" {state.data_digest}); put the old rows back, or start another run",
+            )
         taken, _ = data.dataset.take(DataCursor.from_json(state.cursor), 1)
         if data.overlong:
             _log.warning("%d over-long prompts are left out", data.overlong)

@@ -250,7 +250,8 @@ class Runs:
         data = await asyncio.to_thread(_load_data, settings)
         steps = _planned_steps(settings, len(data.dataset))
         resolved = settings.model_dump(mode="json")
-        return RunState(run_id, resolved, time.time(), planned_steps=steps)
+        digest = data.dataset.digest
+        return RunState(run_id, resolved, time.time(), planned_steps=steps, data_digest=digest)
 
     async def _create_and_begin(self, store: RunStore, settings: RunSettings) -> RunState:
         await store.create(await self._new_state(store.run_id, settings))

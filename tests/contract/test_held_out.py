@@ -1,4 +1,4 @@
-"""Held-out evaluation and domains over real gRPC and Redis, with fake workers."""
+"""Held-out evaluation, domains and the place in the data: real gRPC and Redis, fake workers."""
 
 from __future__ import annotations
 
@@ -146,3 +146,21 @@ async def test_trained_and_queued_groups_of_a_domain_are_what_the_mix_gave(
     assert steps[-1].metrics["domain/short/trained_total"] == 36
     draws = [(draw.epoch, draw.prompt_id) for step in steps for draw in step.draws]
     assert len(set(draws)) == len(draws) == 48
+
+
+async def test_a_run_whose_data_has_changed_meanwhile_is_refused_and_goes_on_with_the_old_rows(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=80)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).step < 2:
+            await asyncio.sleep(0.005)
+    write_data(cluster.directory / "train.jsonl", 80, text="{i}+2=")
+    async with coordinator(cluster) as c:
+        run = await c.until_ended(succeeded=False)
+        assert run.state == pb.Run.STATE_FAILED
+        assert "is not what it was at its start (now 80 prompts" in run.failure
+        write_data(cluster.directory / "train.jsonl", 80)
+        await c.start(values)
+        assert (await c.until_ended()).step == 20
