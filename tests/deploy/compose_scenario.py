@@ -46,11 +46,13 @@ class Stack:
     def __init__(self, directory: Path) -> None:
         self.data = directory / "data"
         self.secrets = directory / "secrets"
+        self.backups = directory / "backups"
         self.environment = {
             **os.environ,
             "COMPOSE_PROJECT_NAME": "rollpacker-test",
             "ROLLPACKER_DATA": str(self.data),
             "ROLLPACKER_SECRETS": str(self.secrets),
+            "ROLLPACKER_BACKUPS": str(self.backups),
             "ROLLPACKER_TAG": TAG or BUILT,
             "ROLLPACKER_PORT": PORT,
         }
@@ -185,6 +187,44 @@ def test_reward_is_alone_with_the_coordinator_on_an_internal_network(stack: Stac
         assert "gaierror" in stack.inside(reward, reach.format(name, port)).stderr
 
 
+SCORE_PROGRAMS = """
+import asyncio, json
+from rollpacker.rpc.client import open_channel
+from rollpacker.v1 import reward_service_pb2 as pb, reward_service_pb2_grpc as pb_grpc, types_pb2
+
+PROGRAMS = [
+    "print(2 * int(input()))",
+    "print(5)",
+    "print(open('/run/rollpacker/token') and 4)",
+    "import socket; print(socket.create_connection(('coordinator', 7777), 5) and 4)",
+]
+
+async def main():
+    async with open_channel("127.0.0.1:7302") as channel:
+        stub = pb_grpc.RewardServiceStub(channel)
+        for program in PROGRAMS:
+            answer = await stub.ScoreResponse(pb.ScoreResponseRequest(
+                run_id="job", response_id="job:0:1:0", response_text=f"```python\\n{program}\\n```",
+                grader_kind=types_pb2.GRADER_KIND_CODE,
+                reference_json=json.dumps({"tests": [["2\\n", "4\\n"]]}),
+            ), timeout=100)
+            print(types_pb2.Verdict.Name(answer.verdict))
+
+asyncio.run(main())
+"""
+
+
+def test_reward_runs_programs_of_a_model_in_its_sandbox(stack: Stack) -> None:
+    """In the container as it is shipped: no capabilities, no new privileges, its seccomp profile.
+
+    Right, wrong, one that wants the service's token and one that wants the network.
+    """
+    said = stack.inside(stack.containers("reward")[0], SCORE_PROGRAMS)
+    assert said.stdout.split() == [
+        "VERDICT_CORRECT", "VERDICT_INCORRECT", "VERDICT_CRASHED", "VERDICT_CRASHED"
+    ], said.stderr  # fmt: skip
+
+
 def test_a_viewer_from_the_host_cannot_start_a_run(stack: Stack) -> None:
     refused = stack.cli("viewer", "submit", str(stack.data / "job.yaml"), "--run-id", "job")
     assert refused.returncode != 0
@@ -220,6 +260,17 @@ def test_a_run_survives_scaling_crashes_and_a_restart_with_an_exact_trained_set(
     trained = [draw["prompt_id"] for step in steps for draw in step["draws"]]  # type: ignore[attr-defined]
     assert len(steps) == STEPS
     assert len(trained) == len(set(trained)) == PROMPTS_PER_STEP * STEPS
+
+
+def test_the_run_is_backed_up_and_restored_by_one_command(stack: Stack) -> None:
+    stack.backups.mkdir()
+    stack.backups.chmod(0o777)
+    tools = ("run", "--rm", "--no-deps", "tools")
+    said = stack.compose(*tools, "backup", "job", "/backups/job.tar")
+    assert f"succeeded at step {STEPS}" in said
+    before = stack.asked("steps", "job", "--limit", "0")
+    stack.compose(*tools, "restore", "/backups/job.tar", "--replace")
+    assert stack.asked("steps", "job", "--limit", "0") == before
 
 
 def ended(stack: Stack) -> bool:
