@@ -111,9 +111,10 @@ TOOLS := .venv-deploy/bin
 check-deploy: .venv-deploy/installed  ## Dockerfiles and compose files, without a Docker engine
 	$(TOOLS)/hadolint services/*/Dockerfile
 	$(TOOLS)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose*.yaml
+	$(TOOLS)/python deploy/check_queries.py
 	deploy/make_secrets.sh build/check-secrets
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
-	  -f deploy/compose.yaml config --quiet
+	  -f deploy/compose.yaml --profile observability --profile tools config --quiet
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
 	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml config --quiet
 

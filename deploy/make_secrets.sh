@@ -44,7 +44,7 @@ for service in coordinator rollout reward trainer; do
   certificate "$service" "subjectAltName=DNS:rollpacker-service,DNS:$service,DNS:localhost,IP:127.0.0.1
 extendedKeyUsage=serverAuth,clientAuth"
 done
-for user in viewer operator; do certificate "$user" "extendedKeyUsage=clientAuth"; done
+for user in viewer operator prometheus; do certificate "$user" "extendedKeyUsage=clientAuth"; done
 
 hashes="$(token viewer; token operator; token service)"
 for service in coordinator rollout reward trainer; do
@@ -53,7 +53,8 @@ for service in coordinator rollout reward trainer; do
 done
 for user in viewer operator; do cp "authority/$user.token" "$user/token"; done
 
-mkdir -p redis
+mkdir -p redis grafana
+[ -f grafana/admin_password ] || secret >grafana/admin_password
 for service in coordinator trainer; do
   [ -f "authority/redis_$service.password" ] || secret >"authority/redis_$service.password"
   password="$(cat "authority/redis_$service.password")"

@@ -169,6 +169,25 @@ def test_coordinator_and_reward_hold_no_torch(stack: Stack) -> None:
         assert stack.inside(stack.containers(service)[0], code).stdout == f"{there}\n"
 
 
+READ_METRICS = """
+import http.client, ssl
+folder = "/run/rollpacker/"
+context = ssl.create_default_context(cafile=folder + "ca.crt")
+context.load_cert_chain(folder + "tls.crt", folder + "tls.key")
+connection = http.client.HTTPSConnection("localhost", 9464, context=context)
+connection.request("GET", "/metrics")
+print(connection.getresponse().read().decode())
+"""
+
+
+def test_each_service_shows_its_figures_over_tls(stack: Stack) -> None:
+    for service in SERVICES:
+        said = stack.inside(stack.containers(service)[0], READ_METRICS)
+        assert "rollpacker_rpc_calls_total" in said.stdout, said.stderr
+        if service != "coordinator":
+            assert f"rollpacker_{service}_" in said.stdout.replace("_engine_", "_rollout_")
+
+
 def test_only_reward_may_make_the_namespaces_of_a_sandbox(stack: Stack) -> None:
     code = "import subprocess; subprocess.run(['unshare', '--user', '--mount', 'true'], check=True)"
     made = {s: stack.inside(stack.containers(s)[0], code).returncode == 0 for s in SERVICES}
