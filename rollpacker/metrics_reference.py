@@ -28,11 +28,33 @@ log, and a line in `rollpacker watch` and on the web page. Rules look at the new
 |---|---|---|
 """
 
+_SERVICES = """
+## At /metrics of the services
+
+Off until `ROLLPACKER_<SERVICE>_METRICS_ADDRESS` is set. Counters end in `_total` there. All of them
+have the usual `process_...` figures too.
+
+| service | figure | labels |
+|---|---|---|
+| all | `rollpacker_rpc_calls`, `rollpacker_rpc_seconds` (histogram), `rollpacker_rpc_running` | `method`, `code` |
+| coordinator | `rollpacker_coordinator_leads`, `rollpacker_workers` | `kind` |
+| | `rollpacker_run_steps`, `rollpacker_run_planned_steps`, `rollpacker_run_queued_draws` | `run`, `level` |
+| | `rollpacker_round_groups` | `run`, `groups` (launched, finished, kept) |
+| | `rollpacker_alarm`, and every metric above | `run`, `alarm` |
+| rollout | `rollpacker_engine_weight_version`, `rollpacker_engine_running_responses`, `rollpacker_engine_waiting_responses` | |
+| | `rollpacker_engine_slots`, `rollpacker_engine_kv_usage_ratio`, `rollpacker_engine_generated_tokens`, `rollpacker_engine_preemptions` | |
+| reward | `rollpacker_reward_slots`, `rollpacker_reward_busy_slots`, `rollpacker_reward_worker_restarts` | |
+| | `rollpacker_reward_verdicts` | `grader`, `verdict` |
+| | `rollpacker_reward_killed_runs`, `rollpacker_reward_rechecked_runs`, `rollpacker_reward_false_kills` | |
+| trainer | `rollpacker_trainer_weight_version`, `rollpacker_trainer_accumulated_groups`, `rollpacker_trainer_ranks` | `run` |
+| | `rollpacker_trainer_activity`: 1 for what it is doing | `activity` |
+"""  # noqa: E501  rows of a table
+
 
 def metrics_reference() -> str:
     """The whole document."""
     head = _HEAD.format(example=prometheus_name("reward/mean"))
-    return "\n".join([head, *_families(), _ALARMS + "\n".join(_alarms())]) + "\n"
+    return "\n".join([head, *_families(), _ALARMS + "\n".join(_alarms())]) + "\n" + _SERVICES
 
 
 def _families() -> Iterator[str]:

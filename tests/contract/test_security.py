@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import ssl
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,12 +24,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from rollpacker.local_stack.ports import free_port
+from rollpacker.observability.metrics import Reading, serve_metrics
 from rollpacker.rpc import client, errors, health_probe, security
 from rollpacker.rpc.server import MAX_MESSAGE_BYTES, RpcServer
+from rollpacker.tasks import end_tasks
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from rollpacker.v1 import reward_service_pb2, rollout_service_pb2, trainer_service_pb2
+from services.coordinator.web import serve_web
 from tests.fake_coordinator import server as fake_coordinator
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "make_secrets.sh"
@@ -305,3 +314,53 @@ async def test_malformed_messages_get_a_status_and_the_service_lives(
         call = channel.unary_stream(method)(b"\xff" + junk, timeout=10)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await asyncio.to_thread(health_probe.probe, server.address) == "SERVING"
+
+
+async def fetched(url: str, secrets: Path, owner: str = "") -> str:
+    """A page over TLS; `owner`: whose certificate the reader shows. Raises OSError."""
+    context = ssl.create_default_context(cafile=secrets / "operator" / "ca.crt")
+    context.check_hostname = False
+    if owner:
+        context.load_cert_chain(secrets / owner / "tls.crt", secrets / owner / "tls.key")
+
+    def get() -> str:
+        with urllib.request.urlopen(url, timeout=30, context=context) as answer:
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(get)
+
+
+async def test_metrics_beyond_loopback_are_for_callers_with_a_certificate(
+    secrets: Path, act_as: Act
+) -> None:
+    act_as(secrets / "reward")
+    port = free_port()
+    reading = Reading("rollpacker_a", "one", 1.0)
+    serving = asyncio.create_task(
+        serve_metrics(f"0.0.0.0:{port}", lambda: [reading], CollectorRegistry())
+    )
+    await asyncio.sleep(0)  # it listens from its first step on
+    url = f"https://127.0.0.1:{port}/metrics"
+    try:
+        assert "rollpacker_a 1.0" in await fetched(url, secrets, "operator")
+        with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|ssl"):
+            await fetched(url, secrets)
+    finally:
+        await end_tasks(serving)
+
+
+async def test_the_web_page_beyond_loopback_is_tls_and_asks_for_its_token(
+    secrets: Path, act_as: Act, tmp_path: Path
+) -> None:
+    act_as(secrets / "coordinator")
+    (tmp_path / "token").write_text("t" * 32)
+    port = free_port()
+    nobody = cast(Any, None)  # neither page nor refusal asks for a run
+    serving = asyncio.create_task(serve_web(f"0.0.0.0:{port}", tmp_path / "token", nobody, nobody))
+    await asyncio.sleep(0)
+    try:
+        assert "<title>RollPacker" in await fetched(f"https://127.0.0.1:{port}/", secrets)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            await fetched(f"https://127.0.0.1:{port}/api/runs", secrets, "operator")
+    finally:
+        await end_tasks(serving)

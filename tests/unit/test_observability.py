@@ -31,6 +31,18 @@ def test_the_reference_of_the_metrics_is_written_from_the_code() -> None:
     assert (ROOT / "docs/metrics.md").read_text() == metrics_reference()
 
 
+def test_the_reference_names_every_figure_of_a_service() -> None:
+    sources = [
+        *ROOT.glob("services/*/readings.py"),
+        ROOT / "rollpacker/observability/rpc_metrics.py",
+    ]
+    named = {
+        name for path in sources for name in re.findall(r'"(rollpacker_[a-z_]+)"', path.read_text())
+    }
+    assert len(named) > 20
+    assert {name for name in named if f"`{name}`" not in metrics_reference()} == set()
+
+
 def test_a_metric_has_one_name_and_no_alias_is_a_name() -> None:
     names = [metric.name for metric in METRICS]
     aliases = [alias for metric in METRICS for alias in metric.aliases]
