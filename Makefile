@@ -98,7 +98,7 @@ test-web: .venv/installed .venv/playwright  ## test the web page in a headless C
 
 .PHONY: test-trackers
 test-trackers: .venv-trackers/installed  ## test wandb and mlflow, in an environment of their own
-	.venv-trackers/bin/python -m pytest -q -c /dev/null --rootdir . tests/trackers/real_trackers.py
+	.venv-trackers/bin/python -m pytest -q -c /dev/null --rootdir . --noconftest tests/trackers/real_trackers.py
 
 TOOLS := .venv-deploy/bin
 
