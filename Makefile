@@ -108,10 +108,11 @@ TOOLS := .venv-deploy/bin
 	touch $@
 
 .PHONY: check-deploy
-check-deploy: .venv-deploy/installed  ## Dockerfiles and compose files, without a Docker engine
+check-deploy: .venv-deploy/installed  ## Dockerfiles, compose files and chart, without an engine or a cluster
 	$(TOOLS)/hadolint services/*/Dockerfile
 	$(TOOLS)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose*.yaml
 	$(TOOLS)/python deploy/check_queries.py
+	$(TOOLS)/python deploy/check_chart.py
 	deploy/make_secrets.sh build/check-secrets
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
 	  -f deploy/compose.yaml --profile observability --profile tools config --quiet
