@@ -50,11 +50,30 @@ class TailBatchingSettings(Section):
         description="tokens per response of a deferred draw that are kept as a draft of its next"
         " round, where the engine takes over what the new weights confirm; 0: none",
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="devices that one engine needs; see max_tensor_parallel_size"
+    )
+    max_tensor_parallel_size: int = Field(
+        0,
+        ge=0,
+        description="let preemptions decide the tensor-parallel size, up to so many devices (of"
+        " one host); a launched SGLang only; 0: engines keep their own",
+    )
     scale_down: bool = Field(
         False,
         description="release half of the rollout replicas, once per round, when the others can hold"
         " what still runs; they give their memory to training until the next round",
     )
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        largest = self.max_tensor_parallel_size
+        if largest and largest < self.tensor_parallel_size:
+            raise ValueError(
+                f"max_tensor_parallel_size: {largest} is below tensor_parallel_size"
+                f" {self.tensor_parallel_size}; raise it, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_mode(self) -> Self:

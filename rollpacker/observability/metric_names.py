@@ -70,6 +70,8 @@ METRICS = (
            "the same, of drafts with so many updates between them and their check"),
     Metric("carry/accepted_tokens_after_N_to_N", "tokens", "the same, confirmed"),
     Metric("carry/acceptance_after_N_to_N", "", "the same, as a share"),
+    Metric("rollout/preemptions", "responses", "that lost their KV cache to others in the round"),
+    Metric("rollout/tensor_parallel_size", "", "asked for; 0: engines keep theirs"),
     Metric("scale_down/released_replicas", "replicas", "given up before the end of the round"),
     Metric("scale_down/released_seconds", "s", "how long before its end, summed over them"),
     Metric("domain/<name>/groups", "groups", "groups of the step that are of this domain"),

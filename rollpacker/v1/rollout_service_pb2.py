@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from rollpacker.v1 import types_pb2 as rollpacker_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#rollpacker/v1/rollout_service.proto\x12\rrollpacker.v1\x1a\x19rollpacker/v1/types.proto\"\xb2\x01\n\nEngineSpec\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x13\n\x0bweights_uri\x18\x02 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\x05\x12\x30\n\x0cmemory_state\x18\x04 \x01(\x0e\x32\x1a.rollpacker.v1.MemoryState\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x17\n\x0fweights_address\x18\x06 \x01(\t\"P\n\x16\x41pplyEngineSpecRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.rollpacker.v1.EngineSpec\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x03\"B\n\x17\x41pplyEngineSpecResponse\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.rollpacker.v1.EngineSpec\"\xd4\x02\n\x14GenerateGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\x12!\n\x04\x64raw\x18\x04 \x01(\x0b\x32\x13.rollpacker.v1.Draw\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\x05\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x33\n\x08sampling\x18\x07 \x01(\x0b\x32!.rollpacker.v1.SamplingParameters\x12\x0f\n\x07indices\x18\x08 \x03(\x05\x12,\n\x0bresume_from\x18\t \x03(\x0b\x32\x17.rollpacker.v1.Response\x12 \n\x18progress_interval_tokens\x18\n \x01(\x05\x12$\n\x06\x64rafts\x18\x0b \x03(\x0b\x32\x14.rollpacker.v1.Draft\"\x87\x01\n\x15GenerateGroupResponse\x12\x33\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x1f.rollpacker.v1.FinishedResponseH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.rollpacker.v1.GroupProgressH\x00\x42\x07\n\x05\x65vent\"l\n\x10\x46inishedResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.rollpacker.v1.Response\x12-\n\x06timing\x18\x02 \x01(\x0b\x32\x1d.rollpacker.v1.ResponseTiming\"\x9e\x01\n\rGroupProgress\x12\x1f\n\x17longest_response_tokens\x18\x01 \x01(\x05\x12\x1d\n\x15total_response_tokens\x18\x02 \x01(\x03\x12\x1f\n\x17\x63\x61rried_response_tokens\x18\x03 \x01(\x03\x12,\n\nnew_tokens\x18\x04 \x03(\x0b\x32\x18.rollpacker.v1.NewTokens\"-\n\tNewTokens\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\x12\n\x10GetEngineRequest\"\x95\x01\n\x11GetEngineResponse\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.rollpacker.v1.EngineSpec\x12)\n\x05stats\x18\x02 \x01(\x0b\x32\x1a.rollpacker.v1.EngineStats\x12\x13\n\x0b\x65ngine_kind\x18\x03 \x01(\t\x12\x17\n\x0freplays_by_seed\x18\x04 \x01(\x08\"\xdf\x01\n\x0b\x45ngineStats\x12\x18\n\x10preemption_count\x18\x01 \x01(\x03\x12\x16\n\x0ekv_cache_usage\x18\x02 \x01(\x01\x12\x1e\n\x16running_response_count\x18\x03 \x01(\x05\x12\x1e\n\x16waiting_response_count\x18\x04 \x01(\x05\x12\x11\n\tgpu_count\x18\x05 \x01(\x05\x12\x18\n\x10kv_budget_tokens\x18\x06 \x01(\x03\x12\x12\n\nslot_count\x18\x07 \x01(\x05\x12\x1d\n\x15generated_token_count\x18\x08 \x01(\x03*a\n\x0bMemoryState\x12\x1c\n\x18MEMORY_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MEMORY_STATE_RESIDENT\x10\x01\x12\x19\n\x15MEMORY_STATE_RELEASED\x10\x02\x32\xa0\x02\n\x0eRolloutService\x12`\n\x0f\x41pplyEngineSpec\x12%.rollpacker.v1.ApplyEngineSpecRequest\x1a&.rollpacker.v1.ApplyEngineSpecResponse\x12\\\n\rGenerateGroup\x12#.rollpacker.v1.GenerateGroupRequest\x1a$.rollpacker.v1.GenerateGroupResponse0\x01\x12N\n\tGetEngine\x12\x1f.rollpacker.v1.GetEngineRequest\x1a .rollpacker.v1.GetEngineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#rollpacker/v1/rollout_service.proto\x12\rrollpacker.v1\x1a\x19rollpacker/v1/types.proto\"\xb2\x01\n\nEngineSpec\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x13\n\x0bweights_uri\x18\x02 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x03 \x01(\x05\x12\x30\n\x0cmemory_state\x18\x04 \x01(\x0e\x32\x1a.rollpacker.v1.MemoryState\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x17\n\x0fweights_address\x18\x06 \x01(\t\"P\n\x16\x41pplyEngineSpecRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.rollpacker.v1.EngineSpec\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x03\"S\n\x17\x41pplyEngineSpecResponse\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.rollpacker.v1.EngineSpec\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xd4\x02\n\x14GenerateGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\x12!\n\x04\x64raw\x18\x04 \x01(\x0b\x32\x13.rollpacker.v1.Draw\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\x05\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x33\n\x08sampling\x18\x07 \x01(\x0b\x32!.rollpacker.v1.SamplingParameters\x12\x0f\n\x07indices\x18\x08 \x03(\x05\x12,\n\x0bresume_from\x18\t \x03(\x0b\x32\x17.rollpacker.v1.Response\x12 \n\x18progress_interval_tokens\x18\n \x01(\x05\x12$\n\x06\x64rafts\x18\x0b \x03(\x0b\x32\x14.rollpacker.v1.Draft\"\x87\x01\n\x15GenerateGroupResponse\x12\x33\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x1f.rollpacker.v1.FinishedResponseH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.rollpacker.v1.GroupProgressH\x00\x42\x07\n\x05\x65vent\"l\n\x10\x46inishedResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.rollpacker.v1.Response\x12-\n\x06timing\x18\x02 \x01(\x0b\x32\x1d.rollpacker.v1.ResponseTiming\"\x9e\x01\n\rGroupProgress\x12\x1f\n\x17longest_response_tokens\x18\x01 \x01(\x05\x12\x1d\n\x15total_response_tokens\x18\x02 \x01(\x03\x12\x1f\n\x17\x63\x61rried_response_tokens\x18\x03 \x01(\x03\x12,\n\nnew_tokens\x18\x04 \x03(\x0b\x32\x18.rollpacker.v1.NewTokens\"-\n\tNewTokens\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\x12\n\x10GetEngineRequest\"\xbb\x01\n\x11GetEngineResponse\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.rollpacker.v1.EngineSpec\x12)\n\x05stats\x18\x02 \x01(\x0b\x32\x1a.rollpacker.v1.EngineStats\x12\x13\n\x0b\x65ngine_kind\x18\x03 \x01(\t\x12\x17\n\x0freplays_by_seed\x18\x04 \x01(\x08\x12$\n\x1c\x63hanges_tensor_parallel_size\x18\x05 \x01(\x08\"\xdf\x01\n\x0b\x45ngineStats\x12\x18\n\x10preemption_count\x18\x01 \x01(\x03\x12\x16\n\x0ekv_cache_usage\x18\x02 \x01(\x01\x12\x1e\n\x16running_response_count\x18\x03 \x01(\x05\x12\x1e\n\x16waiting_response_count\x18\x04 \x01(\x05\x12\x11\n\tgpu_count\x18\x05 \x01(\x05\x12\x18\n\x10kv_budget_tokens\x18\x06 \x01(\x03\x12\x12\n\nslot_count\x18\x07 \x01(\x05\x12\x1d\n\x15generated_token_count\x18\x08 \x01(\x03*a\n\x0bMemoryState\x12\x1c\n\x18MEMORY_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MEMORY_STATE_RESIDENT\x10\x01\x12\x19\n\x15MEMORY_STATE_RELEASED\x10\x02\x32\xa0\x02\n\x0eRolloutService\x12`\n\x0f\x41pplyEngineSpec\x12%.rollpacker.v1.ApplyEngineSpecRequest\x1a&.rollpacker.v1.ApplyEngineSpecResponse\x12\\\n\rGenerateGroup\x12#.rollpacker.v1.GenerateGroupRequest\x1a$.rollpacker.v1.GenerateGroupResponse0\x01\x12N\n\tGetEngine\x12\x1f.rollpacker.v1.GetEngineRequest\x1a .rollpacker.v1.GetEngineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollpacker.v1.rollout_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMORYSTATE']._serialized_start=1609
-  _globals['_MEMORYSTATE']._serialized_end=1706
+  _globals['_MEMORYSTATE']._serialized_start=1664
+  _globals['_MEMORYSTATE']._serialized_end=1761
   _globals['_ENGINESPEC']._serialized_start=82
   _globals['_ENGINESPEC']._serialized_end=260
   _globals['_APPLYENGINESPECREQUEST']._serialized_start=262
   _globals['_APPLYENGINESPECREQUEST']._serialized_end=342
   _globals['_APPLYENGINESPECRESPONSE']._serialized_start=344
-  _globals['_APPLYENGINESPECRESPONSE']._serialized_end=410
-  _globals['_GENERATEGROUPREQUEST']._serialized_start=413
-  _globals['_GENERATEGROUPREQUEST']._serialized_end=753
-  _globals['_GENERATEGROUPRESPONSE']._serialized_start=756
-  _globals['_GENERATEGROUPRESPONSE']._serialized_end=891
-  _globals['_FINISHEDRESPONSE']._serialized_start=893
-  _globals['_FINISHEDRESPONSE']._serialized_end=1001
-  _globals['_GROUPPROGRESS']._serialized_start=1004
-  _globals['_GROUPPROGRESS']._serialized_end=1162
-  _globals['_NEWTOKENS']._serialized_start=1164
-  _globals['_NEWTOKENS']._serialized_end=1209
-  _globals['_GETENGINEREQUEST']._serialized_start=1211
-  _globals['_GETENGINEREQUEST']._serialized_end=1229
-  _globals['_GETENGINERESPONSE']._serialized_start=1232
-  _globals['_GETENGINERESPONSE']._serialized_end=1381
-  _globals['_ENGINESTATS']._serialized_start=1384
-  _globals['_ENGINESTATS']._serialized_end=1607
-  _globals['_ROLLOUTSERVICE']._serialized_start=1709
-  _globals['_ROLLOUTSERVICE']._serialized_end=1997
+  _globals['_APPLYENGINESPECRESPONSE']._serialized_end=427
+  _globals['_GENERATEGROUPREQUEST']._serialized_start=430
+  _globals['_GENERATEGROUPREQUEST']._serialized_end=770
+  _globals['_GENERATEGROUPRESPONSE']._serialized_start=773
+  _globals['_GENERATEGROUPRESPONSE']._serialized_end=908
+  _globals['_FINISHEDRESPONSE']._serialized_start=910
+  _globals['_FINISHEDRESPONSE']._serialized_end=1018
+  _globals['_GROUPPROGRESS']._serialized_start=1021
+  _globals['_GROUPPROGRESS']._serialized_end=1179
+  _globals['_NEWTOKENS']._serialized_start=1181
+  _globals['_NEWTOKENS']._serialized_end=1226
+  _globals['_GETENGINEREQUEST']._serialized_start=1228
+  _globals['_GETENGINEREQUEST']._serialized_end=1246
+  _globals['_GETENGINERESPONSE']._serialized_start=1249
+  _globals['_GETENGINERESPONSE']._serialized_end=1436
+  _globals['_ENGINESTATS']._serialized_start=1439
+  _globals['_ENGINESTATS']._serialized_end=1662
+  _globals['_ROLLOUTSERVICE']._serialized_start=1764
+  _globals['_ROLLOUTSERVICE']._serialized_end=2052
 # @@protoc_insertion_point(module_scope)

@@ -123,6 +123,9 @@ class ApplyEngineSpecResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """What this call took, a restart of the engine included; for the planner."""
     @_builtins.property
     def spec(self) -> Global___EngineSpec:
         """The spec now in force."""
@@ -131,10 +134,11 @@ class ApplyEngineSpecResponse(_message.Message):
         self,
         *,
         spec: Global___EngineSpec | None = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,10 +381,13 @@ class GetEngineResponse(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     ENGINE_KIND_FIELD_NUMBER: _builtins.int
     REPLAYS_BY_SEED_FIELD_NUMBER: _builtins.int
+    CHANGES_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     engine_kind: _builtins.str
     """"torch" or "sglang"."""
     replays_by_seed: _builtins.bool
     """Whether the same seed gives the same response whatever else runs; `exact` needs it."""
+    changes_tensor_parallel_size: _builtins.bool
+    """Whether ApplyEngineSpec may change tensor_parallel_size."""
     @_builtins.property
     def spec(self) -> Global___EngineSpec:
         """The spec in force; weight_version -1 before the first ApplyEngineSpec."""
@@ -396,10 +403,11 @@ class GetEngineResponse(_message.Message):
         stats: Global___EngineStats | None = ...,
         engine_kind: _builtins.str = ...,
         replays_by_seed: _builtins.bool = ...,
+        changes_tensor_parallel_size: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_kind", b"engine_kind", "replays_by_seed", b"replays_by_seed", "spec", b"spec", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_tensor_parallel_size", b"changes_tensor_parallel_size", "engine_kind", b"engine_kind", "replays_by_seed", b"replays_by_seed", "spec", b"spec", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -91,6 +91,8 @@ class RoundResult:
     idle_share: float = 0.0  # of the replicas' time, without a group
     drafts: dict[DrawId, tuple[Draft, ...]] = field(default_factory=dict)  # of the deferred draws
     checked_drafts: tuple[CheckedDraft, ...] = ()
+    tensor_parallel_size: int = 0  # that was asked for; 0: none
+    preemptions: int = 0  # of the replicas that served to the end
     released: tuple[float, ...] = ()  # for each released replica, seconds until the end
 
 
@@ -154,6 +156,7 @@ class CommandRunner:
                 drafts=self._drafts_left(finish),
                 checked_drafts=tuple(self._carry_over.checked),
                 released=tuple(now - at for at in self._released.values()),
+                preemptions=await self._replicas.preemptions(),
             )
         finally:
             await end_tasks(*self._tasks)

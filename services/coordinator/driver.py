@@ -45,6 +45,7 @@ from services.coordinator.command_runner import CommandRunner, RoundResult
 from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outcome import finished_record, round_outcome
+from services.coordinator.parallelism import ParallelismPlanner
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.resuming import Resuming
@@ -73,6 +74,12 @@ class RunDriver:
             context.workers, context.settings, context.run_id, context.fence
         )
         self._sampling = sampling_parameters(context.settings, context.data)
+        tail = context.settings.tail_batching
+        self._sizes = (
+            ParallelismPlanner(tail.tensor_parallel_size, tail.max_tensor_parallel_size)
+            if tail.max_tensor_parallel_size
+            else None
+        )
         self._alarms = AlarmWatch(self._store)
         self.validator = Validator(context, self._rewards, self._sampling)
         self._files = StepFiles(context)
@@ -234,7 +241,13 @@ class RunDriver:
                 self._settings.tail_batching.carry_over_max_tokens if self._rules.keeps_seeds else 0
             ),
         )
-        spec = EngineSpec(self._context.run_id, state.weight_version, state.weights_uri)
+        sizes = self._sizes
+        spec = EngineSpec(
+            self._context.run_id,
+            state.weight_version,
+            state.weights_uri,
+            tensor_parallel_size=sizes.size(planned.kind) if sizes else 0,
+        )
         replicas = ReplicaSet(
             self._context.workers,
             spec,
@@ -262,7 +275,14 @@ class RunDriver:
         started = time.monotonic()
         result = await runner.run(restored)
         ready = replicas.first_ready_at or started
-        return dataclasses.replace(result, apply_seconds=max(0.0, ready - started))
+        if sizes:
+            sizes.applied(spec.tensor_parallel_size, replicas.slowest_apply_seconds)
+            sizes.after_round(planned.kind, result.preemptions, result.finish.rollout_seconds)
+        return dataclasses.replace(
+            result,
+            apply_seconds=max(0.0, ready - started),
+            tensor_parallel_size=spec.tensor_parallel_size,
+        )
 
     def _scale_down_of(self, state: RunState) -> ScaleDown | None:
         """What may release replicas of a round; None: the run does not."""

@@ -16,6 +16,7 @@ from services.coordinator.step_metrics import (
     carry_over_metrics,
     idle_metrics,
     next_totals,
+    replica_metrics,
     round_metrics,
     scale_down_metrics,
 )
@@ -59,6 +60,7 @@ def round_outcome(
             **domain_metrics(groups, after, domain_of),
             "timing_s/apply_weights": result.apply_seconds,
             "idle/replica_share": result.idle_share,
+            **replica_metrics(result.preemptions, result.tensor_parallel_size),
         },
     )
     return StepOutcome(draws, after, record)

@@ -33,6 +33,7 @@ from services.coordinator.workers import Worker, WorkerRegistry
 
 _APPLY_SECONDS = 600.0  # loading weights and building the model
 _RELEASE_SECONDS = 60.0
+_STATS_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class ReplicaSet:
         self._released: set[str] = set()
         self._bringing_up: dict[str, asyncio.Task[None]] = {}
         self.first_ready_at: float | None = None  # monotonic
+        self.slowest_apply_seconds = 0.0
 
     def serving(self) -> list[str]:
         """Ids of the replicas that take work."""
@@ -78,6 +80,11 @@ class ReplicaSet:
     def lost(self, replica_id: str) -> bool:
         """Forget a replica; False if it was not serving."""
         return self._serving.pop(replica_id, None) is not None
+
+    async def preemptions(self) -> int:
+        """Of the replicas that serve now, since they joined; those that do not answer count 0."""
+        found = await asyncio.gather(*(self._preemptions(name) for name in self.serving()))
+        return sum(found)
 
     async def release(self, replica_id: str, tell: Callable[[Event | BaseException], None]) -> None:
         """Let a replica give its memory up: it hands back what it runs, and takes no more.
@@ -148,6 +155,17 @@ class ReplicaSet:
             )
         del self._bringing_up[worker.worker_id]
 
+    async def _preemptions(self, replica_id: str) -> int:
+        stub = rollout_service_pb2_grpc.RolloutServiceStub(self.channel(replica_id))
+        request = rollout_service_pb2.GetEngineRequest()
+        try:
+            engine = await call(lambda: stub.GetEngine(request, timeout=_STATS_SECONDS))
+        except ServiceError as error:
+            _log.warning("replica %s does not tell its preemptions: %s", replica_id, error)
+            return 0
+        before = self._limits[replica_id].preemption_count
+        return max(0, engine.stats.preemption_count - before)
+
     def _fair_share(self) -> int:
         """Responses of a replica when all take equally many groups: the first one that is ready
         must not take the work of those that are still coming up."""
@@ -163,7 +181,8 @@ class ReplicaSet:
         request = rollout_service_pb2.ApplyEngineSpecRequest(
             spec=wire.engine_spec_to_proto(spec), fence=self._fence
         )
-        await call(lambda: stub.ApplyEngineSpec(request, timeout=_APPLY_SECONDS))
+        applied = await call(lambda: stub.ApplyEngineSpec(request, timeout=_APPLY_SECONDS))
+        self.slowest_apply_seconds = max(self.slowest_apply_seconds, applied.seconds)
         engine = await call(
             lambda: stub.GetEngine(rollout_service_pb2.GetEngineRequest(), timeout=30)
         )
@@ -172,5 +191,11 @@ class ReplicaSet:
                 "NO_REPLAY",
                 f"replica {worker.worker_id} ({engine.engine_kind}) does not replay by seed, which"
                 " mode exact needs; choose another mode or engine",
+            )
+        if self._spec.tensor_parallel_size and not engine.changes_tensor_parallel_size:
+            raise FailedPreconditionError(
+                "NO_RESIZE",
+                f"replica {worker.worker_id} ({engine.engine_kind}) cannot change its tensor-"
+                "parallel size; leave out tail_batching.max_tensor_parallel_size, or launch SGLang",
             )
         return engine.stats

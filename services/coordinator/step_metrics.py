@@ -69,6 +69,14 @@ def carry_over_metrics(checked: Sequence[CheckedDraft]) -> dict[str, float]:
     return metrics
 
 
+def replica_metrics(preemptions: int, tensor_parallel_size: int) -> dict[str, float]:
+    """What the planner of sizes goes by, and what it asked for."""
+    return {
+        "rollout/preemptions": float(preemptions),
+        "rollout/tensor_parallel_size": float(tensor_parallel_size),
+    }
+
+
 def scale_down_metrics(released: Sequence[float]) -> dict[str, float]:
     """The replicas that a round gave up early, and how long before its end."""
     return {

@@ -102,6 +102,11 @@ class Engine(Protocol):
         """Whether a seed gives the same response whatever else runs."""
         ...
 
+    @property
+    def changes_tensor_parallel_size(self) -> bool:
+        """Whether `load_weights` may ask for another one."""
+        ...
+
     async def load_weights(self, directory: Path, tensor_parallel_size: int = 0) -> None:
         """Serve the weights of a Hugging Face model directory (config.json, *.safetensors).
 

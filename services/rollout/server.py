@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -68,8 +69,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         if not spec.run_id:
             raise errors.InvalidArgumentError.field("spec.run_id", "is empty; name the run")
         self._check_fence(request.fence)
+        start = time.monotonic()
         in_force = await asyncio.shield(asyncio.create_task(self._apply(spec, request.fence)))
-        return pb.ApplyEngineSpecResponse(spec=wire.engine_spec_to_proto(in_force))
+        return pb.ApplyEngineSpecResponse(
+            spec=wire.engine_spec_to_proto(in_force), seconds=time.monotonic() - start
+        )
 
     async def GenerateGroup(
         self, request: pb.GenerateGroupRequest, _context: Context
@@ -99,6 +103,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             stats=wire.engine_stats_to_proto(self._engine.stats()),
             engine_kind=self._engine.kind,
             replays_by_seed=self._engine.replays_by_seed,
+            changes_tensor_parallel_size=self._engine.changes_tensor_parallel_size,
         )
 
     @property

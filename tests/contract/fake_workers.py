@@ -67,6 +67,10 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.drain_next = 0  # streams that end early and hand back what runs
         self.forget_next = 0  # calls that meet an engine which has lost its weights
         self.replays = True
+        self.resizes = True
+        self.preempts = 0  # of the last group at tensor-parallel size 1
+        self.preemption_count = 0
+        self.sizes: list[int] = []  # that were asked for, one after the other
         self.decoded_tokens = 0
         self.running = 0
         self.slots = 6
@@ -80,15 +84,19 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def ApplyEngineSpec(self, request: Any, context: Any) -> Any:
         self._check_fence(request.fence)
         self.spec = wire.engine_spec_from_proto(request.spec)
+        self.sizes.append(self.spec.tensor_parallel_size)
         return rollout_service_pb2.ApplyEngineSpecResponse(spec=request.spec)
 
     async def GetEngine(self, request: Any, context: Any) -> Any:
-        stats = rollout_service_pb2.EngineStats(slot_count=self.slots)
+        stats = rollout_service_pb2.EngineStats(
+            slot_count=self.slots, preemption_count=self.preemption_count
+        )
         return rollout_service_pb2.GetEngineResponse(
             spec=wire.engine_spec_to_proto(self.spec),
             stats=stats,
             engine_kind="fake",
             replays_by_seed=self.replays,
+            changes_tensor_parallel_size=self.resizes,
         )
 
     async def GenerateGroup(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -109,6 +117,9 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         open_ones = set(whole)
         self.running += 1
         self.group_count += 1
+        if self.spec.tensor_parallel_size == 1:
+            self.preempts += 1  # every group more than the last one
+            self.preemption_count += self.preempts
         try:
             for index in [i for i in open_ones if held[i] == len(whole[i])]:
                 yield self._finished(request, index, whole[index], taken_over, accepted)

@@ -426,6 +426,32 @@ async def test_exact_is_refused_where_a_seed_means_nothing(cluster: Cluster) -> 
         await c.until_ended("paper")
 
 
+async def test_preemptions_decide_the_tensor_parallel_size(cluster: Cluster) -> None:
+    """The fakes preempt ever more at size 1 and never at 2: it doubles, and halves later."""
+    tail = {"mode": "synchronous", "prompts_per_step": 2}
+    expected = await undisturbed(cluster, run_settings(cluster.directory, tail_batching=tail))
+    assert set(cluster.rollouts[0].sizes) == {0}
+    tail["max_tensor_parallel_size"] = 4
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory, tail_batching=tail))
+        run = await c.until_ended()
+        assert await c.schedule() == expected
+    lines = (Path(run.run_directory) / "metrics.jsonl").read_text().splitlines()
+    sizes = [json.loads(line)["rollout/tensor_parallel_size"] for line in lines]
+    assert sizes[:7] == [1, 1, 2, 2, 2, 2, 1]
+
+
+async def test_a_size_is_not_planned_for_engines_that_keep_theirs(cluster: Cluster) -> None:
+    cluster.rollouts[0].resizes = False
+    values = run_settings(cluster.directory)
+    values["tail_batching"]["max_tensor_parallel_size"] = 2
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        run = await c.until_ended(succeeded=False)
+    assert run.state == pb.Run.STATE_FAILED
+    assert "rollout-0 (fake) cannot change its tensor-parallel size" in run.failure
+
+
 async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=40)
     expected = await undisturbed(cluster, values)

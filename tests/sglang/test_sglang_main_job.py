@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,17 @@ async def test_exact_is_refused_on_a_server_that_ignores_seeds(tmp_path):
             await trained(tmp_path / "stack", run_settings(tmp_path, PROMPTS), engine)
     finally:
         await server.kill()
+
+
+async def test_a_run_asks_for_the_tensor_parallel_size_that_it_plans(tmp_path):
+    write_model(tmp_path / "model")
+    values = run_settings(tmp_path, PROMPTS)
+    size = {"slots": 64, "kv_budget_tokens": 8192}
+    ours = await trained(tmp_path / "torch", values, size)
+    values["tail_batching"] |= {"tensor_parallel_size": 2, "max_tensor_parallel_size": 2}
+    theirs = await trained(
+        tmp_path / "sglang", values, {**size, "engine": "sglang", "sglang_python": PYTHON}
+    )
+    lines = (tmp_path / "sglang/runs/job/metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["rollout/tensor_parallel_size"] for line in lines} == {2}
+    assert theirs == ours

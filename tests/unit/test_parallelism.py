@@ -12,7 +12,10 @@ from rollpacker.policy.parallelism import (
     admission_cap,
     after_round,
 )
+from rollpacker.types import RoundKind
+from services.coordinator.parallelism import ParallelismPlanner
 
+SHORT, LONG = RoundKind.SHORT, RoundKind.LONG
 RULES = ParallelismRules(smallest=1, devices_per_host=8)
 
 
@@ -55,3 +58,28 @@ def test_a_resize_that_does_not_pay_is_not_made() -> None:
 def test_admission_counts_what_fits_at_full_length() -> None:
     assert admission_cap(10_000, 100, 900) == 10
     assert admission_cap(10, 100, 900) == 1
+
+
+def rounds(planner: ParallelismPlanner, kind: RoundKind, *preemptions: int) -> list[int]:
+    """Rounds of 10 s; a resize takes 30 s."""
+    sizes = []
+    for count in preemptions:
+        sizes.append(planner.size(kind))
+        planner.applied(sizes[-1], 30.0)
+        planner.after_round(kind, count, 10.0)
+    return sizes
+
+
+def test_kinds_of_rounds_have_sizes_of_their_own() -> None:
+    planner = ParallelismPlanner(1, 8)
+    assert rounds(planner, LONG, 0, 5, 0) == [1, 1, 2]
+    assert rounds(planner, SHORT, 0, 0) == [1, 1]
+    assert planner.size(LONG) == 2
+
+
+def test_a_resize_that_its_rounds_do_not_earn_back_is_not_made() -> None:
+    planner = ParallelismPlanner(1, 8)
+    # A round saves 5 s at most: 30 s are not earned back by the six in a row after which four
+    # quiet ones would have halved the size, but by the ten after which they are counted again.
+    sizes = rounds(planner, LONG, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert sizes == [1, 1, *[2] * 8, 1]

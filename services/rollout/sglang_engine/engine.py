@@ -88,6 +88,10 @@ class SglangEngine:
         return self._server is not None and self._server.replays_by_seed
 
     @property
+    def changes_tensor_parallel_size(self) -> bool:
+        return not self._options.url
+
+    @property
     def server_pid(self) -> int:
         """Process id of a launched server; 0 when there is none."""
         return self._server.pid if self._server is not None else 0
