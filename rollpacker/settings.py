@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from rollpacker.data_settings import DataSettings, DataSource, GraderName, check_names
 from rollpacker.observability.logs import LogFormat
 from rollpacker.section import Section
+from rollpacker.tracking_settings import TrackingSettings
 from rollpacker.trainer_settings import TrainerSettings
 
 Mode = Literal["synchronous", "overlap", "paper", "exact"]
@@ -165,21 +166,6 @@ class ValidationSettings(Section):
     temperature: float = Field(1.0, gt=0)
     greedy: bool = Field(False, description="measure one greedy response per prompt too")
     interval: int = Field(0, ge=0, description="steps between evaluations; 0: first and last only")
-
-
-class TrackingSettings(Section):
-    """Experiment trackers besides metrics.jsonl and TensorBoard, which are always written."""
-
-    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
-        (), description="any of wandb, mlflow; they need the extra `trackers`"
-    )
-    project: str = Field(
-        "rollpacker", min_length=1, description="project of wandb, experiment of mlflow"
-    )
-    wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="offline: below the run's directory, for `wandb sync`"
-    )
-    mlflow_uri: str = Field("", description="default: what MLFLOW_TRACKING_URI says")
 
 
 class RunSettings(Section):

@@ -73,6 +73,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.sizes: list[int] = []  # that were asked for, one after the other
         self.decoded_tokens = 0
         self.running = 0
+        self.token_seconds = 0.0
         self.slots = 6
         self.group_count = 0  # streams so far
 
@@ -125,7 +126,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
                 yield self._finished(request, index, whole[index], taken_over, accepted)
                 open_ones.discard(index)
             for step in range(1, MAX_TOKENS + 1):
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.token_seconds)
                 if not open_ones:
                     return
                 if self.fail_next and step == 3:

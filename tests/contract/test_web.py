@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from rollpacker.rpc.errors import InvalidArgumentError
+from services.coordinator.outputs.run_directory import RunDirectory
 from services.coordinator.runs import Runs
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.web import serve_web
@@ -123,18 +125,32 @@ async def test_samples_come_page_by_page_with_the_prompt_as_text(
     rest = (await reader.get(f"/api/runs/{RUN_ID}/samples/0?start={first['next']}")).json()
     assert (len(first["samples"]), len(rest["samples"]), rest["next"]) == (16, 4, None)
     one = first["samples"][0]
-    assert one["prompt"] == "3 8 , 5"  # the tokens of the prompt, decoded
+    assert one["turns"][0] == {"role": "prompt", "text": "3 8 , 5"}  # its tokens, decoded
+    assert [turn["role"] for turn in one["turns"]] == ["prompt", "assistant"]
+    assert (first["previous"], rest["previous"]) == (None, 0)
     assert one["verdict"] in ("CORRECT", "INCORRECT", "NO_ANSWER")
     for bad in ("-1", "x", "1e9", "9" * 30):
         answer = await reader.get(f"/api/runs/{RUN_ID}/samples/0?start={bad}")
         assert answer.status_code == 400
 
 
+async def test_a_response_of_several_roles_is_shown_turn_by_turn(
+    site: Site, reader: httpx.AsyncClient
+) -> None:
+    await site.commit(1)
+    path = RunDirectory(site.runs.directory(RUN_ID)).samples_file(0)
+    row = json.loads(path.read_text().splitlines()[0])
+    row["token_ids"], row["segments"] = [1, 2, 3], [["assistant", 1, True], ["tool", 2, False]]
+    path.write_text(json.dumps(row) + "\n")
+    found = (await reader.get(f"/api/runs/{RUN_ID}/samples/0")).json()["samples"][0]["turns"]
+    assert found[1:] == [{"role": "assistant", "text": "1"}, {"role": "tool", "text": "2 3"}]
+
+
 async def test_markup_of_a_response_stays_text(site: Site, reader: httpx.AsyncClient) -> None:
     await site.commit(1, HOSTILE)
     answer = await reader.get(f"/api/runs/{RUN_ID}/samples/0")
     assert answer.headers["content-type"] == "application/json"
-    shown = answer.json()["samples"][0]["response"]
+    shown = answer.json()["samples"][0]["turns"][1]["text"]
     assert shown == HOSTILE.replace("\u202e", "\N{REPLACEMENT CHARACTER}")
     picture = (await reader.get(f"/api/runs/{RUN_ID}/rounds/0")).json()["picture"]
     tags = {element.tag for element in ElementTree.fromstring(picture).iter()}

@@ -83,7 +83,7 @@ async def test_a_reader_looks_through_samples(site: Site, page: Page, said: list
     await expect(page.locator("#samples .sample")).to_have_count(16)
     await page.locator("#sample-step").fill("0")
     await page.locator("#sample-step").press("Enter")
-    await expect(page.locator("#samples .turn.prompt pre").first).to_have_text("3 8 , 5")
+    await expect(page.locator("#samples .turn pre").first).to_have_text("3 8 , 5")
     await expect(page.locator("#samples .facts").first).to_contain_text("first launched in step 0")
     assert said == []
 

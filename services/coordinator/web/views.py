@@ -84,6 +84,7 @@ class Views:
         return {
             "step": step,
             "start": start,
+            "previous": max(0, start - SAMPLES_PER_PAGE) if start else None,
             "next": start + SAMPLES_PER_PAGE if len(rows) > SAMPLES_PER_PAGE else None,
             "samples": [_sample(row, tokenizer) for row in rows[:SAMPLES_PER_PAGE]],
         }
@@ -153,7 +154,9 @@ def _worker(worker: Worker) -> dict[str, Any]:
 def _sample(row: dict[str, Any], tokenizer: TextTokenizer | None) -> dict[str, Any]:
     """One response; a group without any has only its draw."""
     ids = row["prompt_token_ids"]
-    prompt = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else None
+    prompt = _turn("prompt, as token ids", " ".join(map(str, ids)))
+    if tokenizer:
+        prompt = _turn("prompt", tokenizer.decode(ids, skip_special_tokens=False))
     names = ("index", "reward", "advantage", "verdict", "finish_reason", "token_count")
     draw = row["draw"]
     return {
@@ -161,7 +164,22 @@ def _sample(row: dict[str, Any], tokenizer: TextTokenizer | None) -> dict[str, A
         "draw": visible(f"{draw['epoch']}:{draw['prompt_id']}"),
         "level": draw["level"],
         "first_step": draw["first_step"],
-        "prompt": visible(prompt) if prompt is not None else " ".join(map(str, ids)),
-        "prompt_is_text": prompt is not None,
-        "response": visible(row["text"]),
+        "turns": [prompt, *_response_turns(row, tokenizer)],
     }
+
+
+def _response_turns(row: dict[str, Any], tokenizer: TextTokenizer | None) -> list[dict[str, str]]:
+    """A response as the roles in it spoke; one that is all of one role as the grader saw it."""
+    segments = row.get("segments", [])
+    if tokenizer is None or len(segments) < 2:
+        return [_turn("assistant", row["text"])]
+    turns, at = [], 0
+    for role, count, _ in segments:
+        ids = row["token_ids"][at : at + count]
+        turns.append(_turn(role, tokenizer.decode(ids, skip_special_tokens=False)))
+        at += count
+    return turns
+
+
+def _turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "text": visible(text)}

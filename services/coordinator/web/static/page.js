@@ -8,7 +8,7 @@ let token = "";
 let run = "";
 let seen = null; // newest step whose pictures are shown
 let roundStep = null;
-let page = { step: null, start: 0, next: null };
+let page = { step: null }; // of the samples, as the coordinator answered
 
 async function ask(path) {
   const answer = await fetch(`/api/${path}`, { headers: { authorization: `Bearer ${token}` } });
@@ -85,7 +85,7 @@ function showWorkers(workers) {
 }
 
 function turn(role, text) {
-  return make("div", `turn ${role}`, make("div", "role", role), make("pre", "", text));
+  return make("div", role === "assistant" ? "turn assistant" : "turn", make("div", "role", role), make("pre", "", text));
 }
 
 function sample(one) {
@@ -94,7 +94,7 @@ function sample(one) {
     `ended by ${one.finish_reason}`, `draw ${one.draw}, response ${one.index}`, `level ${one.level}, first launched in step ${one.first_step}`];
   const verdict = make("span", `verdict ${one.reward > 0 ? "right" : ""}`, one.verdict ?? "not scored");
   return make("article", "sample", make("p", "facts", verdict, facts.join(" · ")),
-    turn(one.prompt_is_text ? "prompt" : "prompt (token ids)", one.prompt), turn("assistant", one.response));
+    ...one.turns.map(({ role, text }) => turn(role, text)));
 }
 
 async function showRound(step) {
@@ -108,9 +108,9 @@ async function showRound(step) {
 
 async function showSamples(step, start) {
   const found = await ask(`runs/${encodeURIComponent(run)}/samples/${step}?start=${start}`);
-  page = { step, start, next: found.next };
+  page = found;
   $("sample-step").value = step;
-  $("back").disabled = start === 0;
+  $("back").disabled = found.previous === null;
   $("forth").disabled = found.next === null;
   $("samples").replaceChildren(...found.samples.filter((one) => one.index !== null).map(sample));
 }
@@ -140,7 +140,7 @@ async function refresh() {
 function choose(name) {
   run = name;
   seen = roundStep = null;
-  page = { step: null, start: 0, next: null };
+  page = { step: null };
 }
 
 async function guarded(work) {
@@ -177,7 +177,7 @@ function start() {
   $("follow").addEventListener("change", () => seen !== null && guarded(() => showRound(seen)));
   $("browse").addEventListener("submit", (event) => event.preventDefault());
   $("sample-step").addEventListener("change", (event) => guarded(() => showSamples(Number(event.target.value), 0)));
-  $("back").addEventListener("click", () => guarded(() => showSamples(page.step, Math.max(0, page.start - 16))));
+  $("back").addEventListener("click", () => guarded(() => showSamples(page.step, page.previous)));
   $("forth").addEventListener("click", () => guarded(() => showSamples(page.step, page.next)));
   window.addEventListener("hashchange", () => { takeToken(); guarded(refresh); });
   poll();
