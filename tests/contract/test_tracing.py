@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -80,3 +91,35 @@ def test_without_a_backend_nothing_is_added() -> None:
     assert tracing.client_interceptors() == []
     with tracing.span("step", step=1):
         pass
+
+
+class Collector(TraceServiceServicer):
+    """An OTLP collector that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[ExportTraceServiceRequest] = []
+
+    def Export(
+        self, request: ExportTraceServiceRequest, context: Any
+    ) -> ExportTraceServiceResponse:
+        self.got.append(request)
+        return ExportTraceServiceResponse()
+
+
+def test_spans_arrive_at_the_endpoint_with_the_names_of_their_process() -> None:
+    collector = Collector()
+    server = grpc.server(ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    tracing.set_up_tracing("rollout", f"http://127.0.0.1:{port}", "rollout-3")
+    with tracing.span("step", is_root=True, step=7):
+        pass
+    tracing.stop_tracing()  # sends what is left
+    server.stop(None).wait()
+    (sent,) = collector.got[0].resource_spans
+    names = {item.key: item.value.string_value for item in sent.resource.attributes}
+    assert names["service.name"] == "rollpacker-rollout"
+    assert names["service.instance.id"] == "rollout-3"
+    (span,) = sent.scope_spans[0].spans
+    assert (span.name, span.attributes[0].value.int_value) == ("step", 7)
