@@ -1,4 +1,4 @@
-"""`python -m rollpacker.simulation paper | compare | calibrate | regret | speed | plot`.
+"""`python -m rollpacker.simulation paper | compare | calibrate | regret | speed | replay | plot`.
 
 Reports go to standard output, one JSON object per line with `--json`, else as a table; what is said
 about the run (parameters, errors, seconds) goes to standard error.
@@ -25,6 +25,7 @@ from rollpacker.simulation.paper import (
     reproduce,
 )
 from rollpacker.simulation.parameters import Parameters, load_parameters
+from rollpacker.simulation.recorded_run import replay_rows
 from rollpacker.simulation.regret import regret_rows, summary_row
 from rollpacker.simulation.services_fit import fit_services
 from rollpacker.simulation.speed import speed_rows
@@ -101,6 +102,14 @@ def _speed(options: argparse.Namespace, parameters: Parameters) -> int:
     return 0
 
 
+def _replay(options: argparse.Namespace, parameters: Parameters) -> int:  # noqa: ARG001
+    differences = 0
+    for row in replay_rows(options.run_directory):
+        _row(options, row)
+        differences += row.get("differences", 0)
+    return 1 if differences else 0
+
+
 def _plot(options: argparse.Namespace, parameters: Parameters) -> int:
     from rollpacker.simulation.plots import draw_all
 
@@ -130,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     regret.add_argument("--steps", type=int, default=48)
     speed = _command(commands, "speed", _speed, "seconds that simulations take, by size")
     speed.add_argument("--responses", type=int, default=100_000, help="of the largest round")
+    replay = _command(commands, "replay", _replay, "a real run beside its simulation")
+    replay.add_argument("run_directory", type=Path, help="of a run, as runs/demo")
     plot = _command(commands, "plot", _plot, "SVG pictures; needs the extra `plot`")
     plot.add_argument("directory", type=Path)
     return parser

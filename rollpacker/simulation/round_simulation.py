@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollpacker.policy.commands import (
     AbortGroup,
@@ -37,7 +38,6 @@ from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
 from rollpacker.simulation.reward_model import RewardModel
-from rollpacker.simulation.trainer_model import TrainerModel
 from rollpacker.types import Draw, DrawId
 
 
@@ -54,6 +54,16 @@ class Launchable:
     task: str = "math"
     prompt: int = 0  # number of the prompt, for the anchors of time limits
     prompt_tokens: int = 200
+
+
+class GroupSink(Protocol):
+    """Who takes the groups of a round and the GPUs that it lets go: a model of the trainer."""
+
+    def receive(self, at: float, tokens: int) -> None:
+        """A group has arrived."""
+
+    def release(self, at: float, share: float) -> None:
+        """From now on this share of the GPUs trains."""
 
 
 ReleaseRule = Callable[["RoundSimulation"], Sequence[str]]  # the replicas to release now
@@ -84,7 +94,7 @@ class RoundSimulation:
         launchables: Mapping[DrawId, Launchable],
         replicas: Sequence[ReplicaModel],
         reward: RewardModel | None,
-        trainer: TrainerModel,
+        trainer: GroupSink,
         start: float,
         response_capacity: int,
         release_rule: ReleaseRule | None = None,

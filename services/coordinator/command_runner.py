@@ -47,6 +47,7 @@ from rollpacker.policy.events import (
 )
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown
+from rollpacker.round_log import RoundLog
 from rollpacker.rpc.client import stream
 from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, UnavailableError
 from rollpacker.tasks import end_tasks
@@ -108,12 +109,15 @@ class CommandRunner:
         emit: Callable[[PromptGroup], Awaitable[None]],
         on_progress: Callable[[Round], None],
         scale_down: ScaleDown | None = None,
+        log: RoundLog | None = None,
     ) -> None:
-        """`scale_down`: what may release replicas while the last responses run."""
+        """`scale_down`: what may release replicas while the last responses run. `log` is told every
+        event and what the round answered."""
         self._scale_down = scale_down
         self._released: dict[str, float] = {}  # when, monotonic
         self._prompt_tokens = {d: len(p.token_ids) for d, p in context.prompts.items()}
         self._round = round_
+        self._log = log
         self._context = context
         self._replicas = replicas
         self._rewards = rewards
@@ -171,7 +175,10 @@ class CommandRunner:
             if isinstance(event, ReplicaLost):
                 await self._stop_streams_of(event.replica_id)
                 self._idle.lost(event.replica_id, event.at)
-            for command in self._round.handle(event):
+            commands = self._round.handle(event)
+            if self._log is not None:
+                self._log.handled(event, commands)
+            for command in commands:
                 if isinstance(command, FinishRound):
                     return command
                 await self._carry_out(command)

@@ -16,6 +16,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from rollpacker.data.dataset import DataCursor
 from rollpacker.data.run_data import RunData
@@ -23,6 +24,7 @@ from rollpacker.observability.tracing import span
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown, ScaleDownRules
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
+from rollpacker.round_log import RoundArguments, RoundLog
 from rollpacker.rpc.errors import FailedPreconditionError
 from rollpacker.sampling import response_seeds
 from rollpacker.settings import RunSettings
@@ -263,17 +265,21 @@ class RunDriver:
         def on_progress(round_: Round) -> None:
             self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
 
+        arguments = RoundArguments(self._rules, planned, tuple(draws), expected)
+        log = RoundLog(arguments)
         runner = CommandRunner(
-            Round(self._rules, planned, draws, expected),
+            arguments.make(),
             context,
             replicas,
             self._rewards,
             stream.append,
             on_progress,
             self._scale_down_of(state),
+            log,
         )
         started = time.monotonic()
         result = await runner.run(restored)
+        await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
         ready = replicas.first_ready_at or started
         if sizes:
             sizes.applied(spec.tensor_parallel_size, replicas.slowest_apply_seconds)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
+from rollpacker.round_log import replayed
+from rollpacker.simulation.recorded_run import recorded_rounds
 from rollpacker.store import keys
 from tests.integration.real_runs import (
     OUTCOME,
@@ -75,6 +77,9 @@ async def assert_undisturbed(job: Job, run_id: str) -> None:
     assert len(trace.responses) == STEPS
     assert all(step.metrics["reward/none_count"] == 0 for step in await job.real.steps(run_id))
     assert await job.real.redis.llen(keys.superseded_steps(run_id)) == 0
+    rounds = recorded_rounds(job.real.stack.layout.run_directory / run_id)
+    assert len(rounds) == STEPS
+    assert [line for round_ in rounds for line in replayed(round_.logged)] == []
 
 
 def random_moments(seed: str, count: int) -> list[Moment]:

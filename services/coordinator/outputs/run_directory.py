@@ -44,6 +44,10 @@ class RunDirectory:
         """The samples of one step."""
         return self.samples / f"step_{step:06d}.jsonl"
 
+    def round_file(self, step: int) -> Path:
+        """The log of one round."""
+        return self.path / "rounds" / f"step_{step:06d}.jsonl"
+
     def regraded_file(self, regrade_id: str, step: int) -> Path:
         """The scores that a regrade gave to the samples of one step."""
         return self.path / "regraded" / regrade_id / f"step_{step:06d}.jsonl"

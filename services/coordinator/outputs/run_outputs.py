@@ -96,6 +96,10 @@ class RunOutputs:
         self._files.metrics.append(step_line_to_json(line))
         self._newest_step = record.step
 
+    def write_round(self, step: int, lines: Sequence[str]) -> None:
+        """Write what a round was told and asked for (`rollpacker.round_log`); a repeat replaces."""
+        write_atomic(self._files.round_file(step), "".join(line + "\n" for line in lines))
+
     def supersede_from(self, step: int) -> None:
         """The run goes on from `step`: move the outputs of it and of later steps to superseded/.
 
