@@ -157,9 +157,13 @@ class ServedTrainer:
     async def open(self, request: pb.OpenRunRequest) -> pb.OpenRunResponse:
         return await client.call(lambda: self.stub.OpenRun(request, timeout=60))
 
-    async def start(self, step: int, *, fence: int = 1, weight_version: int | None = None) -> None:
+    async def start(
+        self, step: int, *, fence: int = 1, weight_version: int | None = None, **values: float
+    ) -> None:
         version = step if weight_version is None else weight_version
-        request = pb.StartStepRequest(run_id=RUN, step=step, weight_version=version, fence=fence)
+        request = pb.StartStepRequest(
+            run_id=RUN, step=step, weight_version=version, fence=fence, **values
+        )
         await client.call(lambda: self.stub.StartStep(request, timeout=10))
 
     async def finish(
@@ -188,11 +192,21 @@ class ServedTrainer:
     async def get(self) -> pb.GetTrainerResponse:
         return await client.call(lambda: self.stub.GetTrainer(pb.GetTrainerRequest(), timeout=10))
 
+    async def save_checkpoint(self, *, fence: int = 1) -> int:
+        request = pb.TrainerServiceSaveCheckpointRequest(run_id=RUN, fence=fence)
+        return (
+            await client.call(lambda: self.stub.SaveCheckpoint(request, timeout=30))
+        ).weight_version
+
     async def train(
-        self, redis_client: redis.asyncio.Redis, step: int, groups: Sequence[PromptGroup]
+        self,
+        redis_client: redis.asyncio.Redis,
+        step: int,
+        groups: Sequence[PromptGroup],
+        **values: float,
     ) -> StepResult:
         """A whole step: start it, fill its stream, finish it."""
-        await self.start(step)
+        await self.start(step, **values)
         await fill_stream(redis_client, step, groups)
         return await self.finish(step, draws_of(groups))
 

@@ -52,6 +52,30 @@ STOP_MODE_IMMEDIATELY: StopMode.ValueType  # 3
 """At once; the open step is abandoned."""
 Global___StopMode: _TypeAlias = StopMode  # noqa: Y015
 
+class _PauseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """After the current step."""
+    PAUSE_MODE_AFTER_STEP: _PauseMode.ValueType  # 1
+    """After the current step."""
+    PAUSE_MODE_IMMEDIATELY: _PauseMode.ValueType  # 2
+    """At once; the open step is abandoned and repeated later."""
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
+    """When a run pauses."""
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""After the current step."""
+PAUSE_MODE_AFTER_STEP: PauseMode.ValueType  # 1
+"""After the current step."""
+PAUSE_MODE_IMMEDIATELY: PauseMode.ValueType  # 2
+"""At once; the open step is abandoned and repeated later."""
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
+
 class _WorkerKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -104,6 +128,12 @@ class Run(_message.Message):
         """It cannot go on; failure says why. StartRun with the same settings tries again."""
         STATE_STOPPED: Run._State.ValueType  # 5
         """Stopped by StopRun before its end; StartRun with the same settings goes on."""
+        STATE_QUEUED: Run._State.ValueType  # 6
+        """Waits for its turn."""
+        STATE_PAUSING: Run._State.ValueType  # 7
+        """PauseRun was called; the current step still runs."""
+        STATE_PAUSED: Run._State.ValueType  # 8
+        """Nothing runs; ResumeRun goes on."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """Where the run is in its life."""
@@ -120,6 +150,12 @@ class Run(_message.Message):
     """It cannot go on; failure says why. StartRun with the same settings tries again."""
     STATE_STOPPED: Run.State.ValueType  # 5
     """Stopped by StopRun before its end; StartRun with the same settings goes on."""
+    STATE_QUEUED: Run.State.ValueType  # 6
+    """Waits for its turn."""
+    STATE_PAUSING: Run.State.ValueType  # 7
+    """PauseRun was called; the current step still runs."""
+    STATE_PAUSED: Run.State.ValueType  # 8
+    """Nothing runs; ResumeRun goes on."""
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -132,6 +168,13 @@ class Run(_message.Message):
     PLANNED_STEPS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     RUN_DIRECTORY_FIELD_NUMBER: _builtins.int
+    UPDATED_SETTINGS_FIELD_NUMBER: _builtins.int
+    WAITING_SETTINGS_FIELD_NUMBER: _builtins.int
+    PENDING_CHANGE_COUNT_FIELD_NUMBER: _builtins.int
+    PAUSE_AT_STEP_FIELD_NUMBER: _builtins.int
+    QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    ADDED_PROMPT_COUNT_FIELD_NUMBER: _builtins.int
+    DROPPED_DRAW_COUNT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Chosen by the caller: 1 to 64 of a-z, 0-9, - and _."""
     state: Global___Run.State.ValueType
@@ -150,6 +193,16 @@ class Run(_message.Message):
     """Steps that the data and max_steps allow in all."""
     run_directory: _builtins.str
     """Directory with the run's outputs, on the coordinator's host."""
+    pending_change_count: _builtins.int
+    """Changes that the next round takes up: of UpdateRun, ForceLongRound, RequeueDraws, DropDraws."""
+    pause_at_step: _builtins.int
+    """The run pauses when so many steps are committed; 0: it does not."""
+    queue_position: _builtins.int
+    """Its place among the runs that wait, from 1; 0: it does not wait."""
+    added_prompt_count: _builtins.int
+    """Prompts that AddPrompts has added."""
+    dropped_draw_count: _builtins.int
+    """Draws that DropDraws has taken out."""
     @_builtins.property
     def settings(self) -> _struct_pb2.Struct:
         """The resolved settings."""
@@ -157,6 +210,14 @@ class Run(_message.Message):
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the run was first started."""
+
+    @_builtins.property
+    def updated_settings(self) -> _struct_pb2.Struct:
+        """Settings that UpdateRun has changed, as they are now; the others are as in `settings`."""
+
+    @_builtins.property
+    def waiting_settings(self) -> _struct_pb2.Struct:
+        """Changes that UpdateRun asked for and that hold once the deferred draws are trained."""
 
     def __init__(
         self,
@@ -172,10 +233,17 @@ class Run(_message.Message):
         planned_steps: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         run_directory: _builtins.str = ...,
+        updated_settings: _struct_pb2.Struct | None = ...,
+        waiting_settings: _struct_pb2.Struct | None = ...,
+        pending_change_count: _builtins.int = ...,
+        pause_at_step: _builtins.int = ...,
+        queue_position: _builtins.int = ...,
+        added_prompt_count: _builtins.int = ...,
+        dropped_draw_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "settings", b"settings", "updated_settings", b"updated_settings", "waiting_settings", b"waiting_settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "deferred_draw_count", b"deferred_draw_count", "failure", b"failure", "planned_steps", b"planned_steps", "run_directory", b"run_directory", "run_id", b"run_id", "settings", b"settings", "state", b"state", "step", b"step", "weight_version", b"weight_version", "weights_uri", b"weights_uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_prompt_count", b"added_prompt_count", "create_time", b"create_time", "deferred_draw_count", b"deferred_draw_count", "dropped_draw_count", b"dropped_draw_count", "failure", b"failure", "pause_at_step", b"pause_at_step", "pending_change_count", b"pending_change_count", "planned_steps", b"planned_steps", "queue_position", b"queue_position", "run_directory", b"run_directory", "run_id", b"run_id", "settings", b"settings", "state", b"state", "step", b"step", "updated_settings", b"updated_settings", "waiting_settings", b"waiting_settings", "weight_version", b"weight_version", "weights_uri", b"weights_uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,10 +336,13 @@ class StartRunRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """See Run.run_id."""
     validate_only: _builtins.bool
     """Check and resolve only; nothing starts."""
+    queue: _builtins.bool
+    """Wait for the end of the active run, and of those that wait already."""
     @_builtins.property
     def settings(self) -> _struct_pb2.Struct:
         """The run's settings, as in a run file; unknown keys are refused with the nearest valid name."""
@@ -282,10 +353,11 @@ class StartRunRequest(_message.Message):
         run_id: _builtins.str = ...,
         settings: _struct_pb2.Struct | None = ...,
         validate_only: _builtins.bool = ...,
+        queue: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "settings", b"settings", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "run_id", b"run_id", "settings", b"settings", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -453,6 +525,440 @@ class StopRunResponse(_message.Message):
 Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
 
 @_typing.final
+class PauseRunRequest(_message.Message):
+    """Pauses a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    mode: Global___PauseMode.ValueType
+    """When to pause."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        mode: Global___PauseMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRunRequest: _TypeAlias = PauseRunRequest  # noqa: Y015
+
+@_typing.final
+class PauseRunResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRunResponse: _TypeAlias = PauseRunResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRunRequest(_message.Message):
+    """Lets a run go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    UNTIL_STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    until_step: _builtins.int
+    """Pause again when so many steps are committed: Run.step + 1 is a single step. 0: do not."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        until_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "until_step", b"until_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRunResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRunResponse: _TypeAlias = ResumeRunResponse  # noqa: Y015
+
+@_typing.final
+class UpdateRunRequest(_message.Message):
+    """Changes settings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    @_builtins.property
+    def settings(self) -> _struct_pb2.Struct:
+        """What to change, as in a run file: {"trainer": {"learning_rate": 1e-6}}."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        settings: _struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "settings", b"settings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateRunRequest: _TypeAlias = UpdateRunRequest  # noqa: Y015
+
+@_typing.final
+class UpdateRunResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run; the change is among its pending ones."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateRunResponse: _TypeAlias = UpdateRunResponse  # noqa: Y015
+
+@_typing.final
+class ForceLongRoundRequest(_message.Message):
+    """Asks for a long round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForceLongRoundRequest: _TypeAlias = ForceLongRoundRequest  # noqa: Y015
+
+@_typing.final
+class ForceLongRoundResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForceLongRoundResponse: _TypeAlias = ForceLongRoundResponse  # noqa: Y015
+
+@_typing.final
+class SaveCheckpointRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class SaveCheckpointResponse(_message.Message):
+    """The checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    """The version that it holds; 0: the initial model, which needs none."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class AddPromptsRequest(_message.Message):
+    """Adds prompts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
+        """Rows as in the data file; each needs a prompt_id of its own."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        rows: _abc.Iterable[_struct_pb2.Struct] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddPromptsRequest: _TypeAlias = AddPromptsRequest  # noqa: Y015
+
+@_typing.final
+class AddPromptsResponse(_message.Message):
+    """What was added."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDED_COUNT_FIELD_NUMBER: _builtins.int
+    KNOWN_COUNT_FIELD_NUMBER: _builtins.int
+    added_count: _builtins.int
+    """Rows that are new."""
+    known_count: _builtins.int
+    """Rows whose prompt_id was added before."""
+    def __init__(
+        self,
+        *,
+        added_count: _builtins.int = ...,
+        known_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_count", b"added_count", "known_count", b"known_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddPromptsResponse: _TypeAlias = AddPromptsResponse  # noqa: Y015
+
+@_typing.final
+class DrawName(_message.Message):
+    """Names a draw."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PROMPT_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Pass over the data."""
+    prompt_id: _builtins.str
+    """The prompt."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        prompt_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "prompt_id", b"prompt_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrawName: _TypeAlias = DrawName  # noqa: Y015
+
+@_typing.final
+class RequeueDrawsRequest(_message.Message):
+    """Moves draws."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DRAWS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    level: _builtins.int
+    """Where to: 1 to deferral_levels."""
+    @_builtins.property
+    def draws(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrawName]:
+        """Of the queue, or dropped ones."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        draws: _abc.Iterable[Global___DrawName] | None = ...,
+        level: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "level", b"level", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequeueDrawsRequest: _TypeAlias = RequeueDrawsRequest  # noqa: Y015
+
+@_typing.final
+class RequeueDrawsResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequeueDrawsResponse: _TypeAlias = RequeueDrawsResponse  # noqa: Y015
+
+@_typing.final
+class DropDrawsRequest(_message.Message):
+    """Drops draws."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DRAWS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    reason: _builtins.str
+    """For the list of dropped draws."""
+    @_builtins.property
+    def draws(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrawName]:
+        """Of the queue."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        draws: _abc.Iterable[Global___DrawName] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropDrawsRequest: _TypeAlias = DropDrawsRequest  # noqa: Y015
+
+@_typing.final
+class DropDrawsResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropDrawsResponse: _TypeAlias = DropDrawsResponse  # noqa: Y015
+
+@_typing.final
 class ListStepsRequest(_message.Message):
     """Pages through steps."""
 
@@ -518,21 +1024,78 @@ class ListSamplesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    PROMPT_ID_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    MIN_REWARD_FIELD_NUMBER: _builtins.int
+    MAX_REWARD_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    WITHOUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     step: _builtins.int
-    """The step."""
+    """The step; the first one, with last_step."""
+    last_step: _builtins.int
+    """The last step; unset: `step` alone."""
+    prompt_id: _builtins.str
+    """Groups of this prompt only; empty: of all."""
+    min_reward: _builtins.float
+    """Responses with at least this reward only."""
+    max_reward: _builtins.float
+    """Responses with at most this reward only."""
+    min_tokens: _builtins.int
+    """Responses of at least so many tokens only."""
+    max_tokens: _builtins.int
+    """Responses of at most so many tokens only; 0: of any length."""
+    finish_reason: _types_pb2.FinishReason.ValueType
+    """Responses that ended so only; unspecified: in any way."""
+    without_tokens: _builtins.bool
+    """Leave out token ids and logprobs."""
+    page_size: _builtins.int
+    """Groups, at most 1000; 0 means 1000."""
+    page_token: _builtins.str
+    """next_page_token of the page before; the other fields as for that page."""
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Verdict.ValueType]:
+        """Responses with one of these verdicts only; empty: with any."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         step: _builtins.int = ...,
+        last_step: _builtins.int | None = ...,
+        prompt_id: _builtins.str = ...,
+        verdicts: _abc.Iterable[_types_pb2.Verdict.ValueType] | None = ...,
+        min_reward: _builtins.float | None = ...,
+        max_reward: _builtins.float | None = ...,
+        min_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        finish_reason: _types_pb2.FinishReason.ValueType = ...,
+        without_tokens: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step", b"_last_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "last_step", b"last_step", "max_reward", b"max_reward", "min_reward", b"min_reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step", b"_last_step", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "finish_reason", b"finish_reason", "last_step", b"last_step", "max_reward", b"max_reward", "max_tokens", b"max_tokens", "min_reward", b"min_reward", "min_tokens", b"min_tokens", "page_size", b"page_size", "page_token", b"page_token", "prompt_id", b"prompt_id", "run_id", b"run_id", "step", b"step", "verdicts", b"verdicts", "without_tokens", b"without_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__last_step: _TypeAlias = _typing.Literal["last_step"]  # noqa: Y015
+    _WhichOneofArgType__last_step: _TypeAlias = _typing.Literal["_last_step", b"_last_step"]  # noqa: Y015
+    _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
+    _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
+    _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_step) -> _WhichOneofReturnType__last_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
 
 Global___ListSamplesRequest: _TypeAlias = ListSamplesRequest  # noqa: Y015
 
@@ -543,6 +1106,9 @@ class ListSamplesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptGroup]:
         """In the order of the update."""
@@ -551,10 +1117,11 @@ class ListSamplesResponse(_message.Message):
         self,
         *,
         groups: _abc.Iterable[_types_pb2.PromptGroup] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -589,22 +1156,60 @@ class ListDeferredDrawsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAWS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def draws(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Draw]:
         """Highest level first, oldest first."""
+
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___DroppedDraw]:
+        """Taken out of the queue by DropDraws."""
 
     def __init__(
         self,
         *,
         draws: _abc.Iterable[_types_pb2.Draw] | None = ...,
+        dropped: _abc.Iterable[Global___DroppedDraw] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "dropped", b"dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListDeferredDrawsResponse: _TypeAlias = ListDeferredDrawsResponse  # noqa: Y015
+
+@_typing.final
+class DroppedDraw(_message.Message):
+    """A draw that will not be trained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAW_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """As given to DropDraws."""
+    step: _builtins.int
+    """Steps that were committed when it was dropped."""
+    @_builtins.property
+    def draw(self) -> _types_pb2.Draw:
+        """The draw; RequeueDraws brings it back."""
+
+    def __init__(
+        self,
+        *,
+        draw: _types_pb2.Draw | None = ...,
+        reason: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DroppedDraw: _TypeAlias = DroppedDraw  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):

@@ -55,6 +55,46 @@ class CoordinatorServiceStub:
                 request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/PauseRun',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.PauseRunResponse.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/ResumeRun',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ResumeRunResponse.FromString,
+                _registered_method=True)
+        self.UpdateRun = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/UpdateRun',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.UpdateRunRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.UpdateRunResponse.FromString,
+                _registered_method=True)
+        self.ForceLongRound = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/ForceLongRound',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ForceLongRoundRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ForceLongRoundResponse.FromString,
+                _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/SaveCheckpoint',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.SaveCheckpointResponse.FromString,
+                _registered_method=True)
+        self.AddPrompts = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/AddPrompts',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.AddPromptsRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.AddPromptsResponse.FromString,
+                _registered_method=True)
+        self.RequeueDraws = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/RequeueDraws',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RequeueDrawsRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RequeueDrawsResponse.FromString,
+                _registered_method=True)
+        self.DropDraws = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/DropDraws',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.DropDrawsRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.DropDrawsResponse.FromString,
+                _registered_method=True)
         self.ListSteps = channel.unary_unary(
                 '/rollpacker.v1.CoordinatorService/ListSteps',
                 request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListStepsRequest.SerializeToString,
@@ -106,7 +146,9 @@ class CoordinatorServiceServicer:
         Repeat: the same run_id with the same settings returns the run as it is.
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
         INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
-        FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+        FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
+        run waits for its turn instead: runs of the queue start one after the other, first come, first
+        served, each when the one before has ended. A paused run has not ended.
         FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
         UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
         """
@@ -137,6 +179,102 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseRun(self, request, context):
+        """Pauses a run: after the current step, or at once (the open step is abandoned; it is repeated
+        with the same draws and seeds). A paused run stays the active one, over restarts too.
+        Repeat: a paused run is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Lets a paused run go on, to its end or until a number of steps is committed.
+        Repeat: a run that goes on is returned as it is; with until_step, a run that has come so far
+        stays paused. NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended (StartRun goes on with a stopped or
+        failed one), or waits in the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateRun(self, request, context):
+        """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
+        tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+        sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
+        unavailable_seconds; validation.interval; max_steps.
+        They hold from the next round on; a round that has begun ends as it began. Draws above a
+        lowered level move down to it. A change of temperature or max_response_tokens would change what
+        the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
+        with: they are trained first, in rounds without new prompts, and then the change holds. The
+        normaliser `response_cap` stays at the cap that the run was started with.
+        A run that is not active takes the change up when it goes on.
+        Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
+        INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForceLongRound(self, request, context):
+        """Makes the next round a long one: it takes a step's worth of deferred draws, highest level first,
+        and defers none; new prompts fill it up. Repeat before that round: no further effect.
+        NOT_FOUND (RUN_NOT_FOUND). FAILED_PRECONDITION (NOTHING_DEFERRED): the queue is empty.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveCheckpoint(self, request, context):
+        """Has the trainer write a checkpoint of the weights that it holds now, whatever
+        trainer.checkpoint_interval says; waits for an update that is under way.
+        Repeat: a version that has a checkpoint is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): no trainer works for the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddPrompts(self, request, context):
+        """Adds prompts to a run. They are drawn before the rest of the data, in the order in which they
+        came, once each; at the earliest by the next round.
+        All rows of a call are taken, or none. Repeat: a prompt_id that was added before is skipped.
+        NOT_FOUND (RUN_NOT_FOUND). INVALID_ARGUMENT: BadRequest names the row and the column; a
+        prompt_id of the run's data file, and more than 1000 rows, are refused too.
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RequeueDraws(self, request, context):
+        """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
+        before the next round; dropped draws come back with their seeds. A draw that the round under
+        way has taken is left alone unless it is deferred again.
+        Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+        INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropDraws(self, request, context):
+        """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
+        dropped, with the reason. A draw that the round under way has taken is left alone unless it is
+        deferred again.
+        Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+        INVALID_ARGUMENT: no draw, or no reason.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSteps(self, request, context):
         """Lists committed steps, newest first. NOT_FOUND (RUN_NOT_FOUND).
         INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
@@ -146,14 +284,18 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSamples(self, request, context):
-        """Lists the trained responses of one step. NOT_FOUND (STEP_NOT_FOUND).
+        """Lists the trained responses of one step, or of several, in the order of training; filters are
+        joined by "and", and groups without a response that passes are left out.
+        NOT_FOUND (RUN_NOT_FOUND, STEP_NOT_FOUND).
+        INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDeferredDraws(self, request, context):
-        """Lists the long-prompt queue, highest level first, oldest first. NOT_FOUND (RUN_NOT_FOUND).
+        """Lists the long-prompt queue, highest level first, oldest first, and the dropped draws.
+        NOT_FOUND (RUN_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,7 +304,9 @@ class CoordinatorServiceServicer:
     def WatchRun(self, request, context):
         """Streams run events from a revision on; ends after the run has ended.
         Reconnect with the last revision seen: no gap, no repeat.
-        OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message says from where.
+        OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message names the first revision
+        after which every event is kept.
+        OUT_OF_RANGE (REVISION_UNKNOWN): newer than any event; the run was started anew since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,6 +378,46 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.StopRunRequest.FromString,
                     response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.StopRunResponse.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.PauseRunRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.PauseRunResponse.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ResumeRunRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'UpdateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateRun,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.UpdateRunRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.UpdateRunResponse.SerializeToString,
+            ),
+            'ForceLongRound': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForceLongRound,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ForceLongRoundRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ForceLongRoundResponse.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'AddPrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPrompts,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.AddPromptsRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.AddPromptsResponse.SerializeToString,
+            ),
+            'RequeueDraws': grpc.unary_unary_rpc_method_handler(
+                    servicer.RequeueDraws,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RequeueDrawsRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RequeueDrawsResponse.SerializeToString,
+            ),
+            'DropDraws': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropDraws,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.DropDrawsRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.DropDrawsResponse.SerializeToString,
             ),
             'ListSteps': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSteps,
@@ -385,6 +569,222 @@ class CoordinatorService:
             '/rollpacker.v1.CoordinatorService/StopRun',
             rollpacker_dot_v1_dot_coordinator__service__pb2.StopRunRequest.SerializeToString,
             rollpacker_dot_v1_dot_coordinator__service__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/PauseRun',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.PauseRunRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.PauseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/ResumeRun',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ResumeRunRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/UpdateRun',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.UpdateRunRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.UpdateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForceLongRound(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/ForceLongRound',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ForceLongRoundRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ForceLongRoundResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/SaveCheckpoint',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.SaveCheckpointRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/AddPrompts',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.AddPromptsRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.AddPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RequeueDraws(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/RequeueDraws',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RequeueDrawsRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RequeueDrawsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropDraws(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/DropDraws',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.DropDrawsRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.DropDrawsResponse.FromString,
             options,
             channel_credentials,
             insecure,

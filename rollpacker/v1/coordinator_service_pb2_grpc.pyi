@@ -38,7 +38,9 @@ class CoordinatorServiceStub:
     Repeat: the same run_id with the same settings returns the run as it is.
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
     INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
-    FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+    FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
+    run waits for its turn instead: runs of the queue start one after the other, first come, first
+    served, each when the one before has ended. A paused run has not ended.
     FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
     UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
     """
@@ -51,18 +53,90 @@ class CoordinatorServiceStub:
     abandoned and would be repeated by a resume).
     Repeat: a stopped run is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
     """
+    PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.PauseRunRequest, _coordinator_service_pb2.PauseRunResponse]
+    """Pauses a run: after the current step, or at once (the open step is abandoned; it is repeated
+    with the same draws and seeds). A paused run stays the active one, over restarts too.
+    Repeat: a paused run is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+    """
+    ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ResumeRunRequest, _coordinator_service_pb2.ResumeRunResponse]
+    """Lets a paused run go on, to its end or until a number of steps is committed.
+    Repeat: a run that goes on is returned as it is; with until_step, a run that has come so far
+    stays paused. NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended (StartRun goes on with a stopped or
+    failed one), or waits in the queue.
+    """
+    UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.UpdateRunRequest, _coordinator_service_pb2.UpdateRunResponse]
+    """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
+    tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+    sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
+    unavailable_seconds; validation.interval; max_steps.
+    They hold from the next round on; a round that has begun ends as it began. Draws above a
+    lowered level move down to it. A change of temperature or max_response_tokens would change what
+    the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
+    with: they are trained first, in rounds without new prompts, and then the change holds. The
+    normaliser `response_cap` stays at the cap that the run was started with.
+    A run that is not active takes the change up when it goes on.
+    Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
+    INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
+    ForceLongRound: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ForceLongRoundRequest, _coordinator_service_pb2.ForceLongRoundResponse]
+    """Makes the next round a long one: it takes a step's worth of deferred draws, highest level first,
+    and defers none; new prompts fill it up. Repeat before that round: no further effect.
+    NOT_FOUND (RUN_NOT_FOUND). FAILED_PRECONDITION (NOTHING_DEFERRED): the queue is empty.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
+    SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.SaveCheckpointRequest, _coordinator_service_pb2.SaveCheckpointResponse]
+    """Has the trainer write a checkpoint of the weights that it holds now, whatever
+    trainer.checkpoint_interval says; waits for an update that is under way.
+    Repeat: a version that has a checkpoint is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): no trainer works for the run.
+    """
+    AddPrompts: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.AddPromptsRequest, _coordinator_service_pb2.AddPromptsResponse]
+    """Adds prompts to a run. They are drawn before the rest of the data, in the order in which they
+    came, once each; at the earliest by the next round.
+    All rows of a call are taken, or none. Repeat: a prompt_id that was added before is skipped.
+    NOT_FOUND (RUN_NOT_FOUND). INVALID_ARGUMENT: BadRequest names the row and the column; a
+    prompt_id of the run's data file, and more than 1000 rows, are refused too.
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+    """
+    RequeueDraws: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.RequeueDrawsRequest, _coordinator_service_pb2.RequeueDrawsResponse]
+    """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
+    before the next round; dropped draws come back with their seeds. A draw that the round under
+    way has taken is left alone unless it is deferred again.
+    Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+    INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
+    DropDraws: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.DropDrawsRequest, _coordinator_service_pb2.DropDrawsResponse]
+    """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
+    dropped, with the reason. A draw that the round under way has taken is left alone unless it is
+    deferred again.
+    Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+    INVALID_ARGUMENT: no draw, or no reason.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
     ListSteps: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListStepsRequest, _coordinator_service_pb2.ListStepsResponse]
     """Lists committed steps, newest first. NOT_FOUND (RUN_NOT_FOUND).
     INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
     """
     ListSamples: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListSamplesRequest, _coordinator_service_pb2.ListSamplesResponse]
-    """Lists the trained responses of one step. NOT_FOUND (STEP_NOT_FOUND)."""
+    """Lists the trained responses of one step, or of several, in the order of training; filters are
+    joined by "and", and groups without a response that passes are left out.
+    NOT_FOUND (RUN_NOT_FOUND, STEP_NOT_FOUND).
+    INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
+    """
     ListDeferredDraws: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListDeferredDrawsRequest, _coordinator_service_pb2.ListDeferredDrawsResponse]
-    """Lists the long-prompt queue, highest level first, oldest first. NOT_FOUND (RUN_NOT_FOUND)."""
+    """Lists the long-prompt queue, highest level first, oldest first, and the dropped draws.
+    NOT_FOUND (RUN_NOT_FOUND).
+    """
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_service_pb2.WatchRunRequest, _coordinator_service_pb2.WatchRunResponse]
     """Streams run events from a revision on; ends after the run has ended.
     Reconnect with the last revision seen: no gap, no repeat.
-    OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message says from where.
+    OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message names the first revision
+    after which every event is kept.
+    OUT_OF_RANGE (REVISION_UNKNOWN): newer than any event; the run was started anew since.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.HeartbeatRequest, _coordinator_service_pb2.HeartbeatResponse]
     """Registers a worker, renews its lease and carries its engine's statistics.
@@ -102,7 +176,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Repeat: the same run_id with the same settings returns the run as it is.
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
     INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
-    FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+    FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
+    run waits for its turn instead: runs of the queue start one after the other, first come, first
+    served, each when the one before has ended. A paused run has not ended.
     FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
     UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
     """
@@ -115,18 +191,90 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     abandoned and would be repeated by a resume).
     Repeat: a stopped run is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
     """
+    PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.PauseRunRequest, _coordinator_service_pb2.PauseRunResponse]  # type: ignore[assignment]
+    """Pauses a run: after the current step, or at once (the open step is abandoned; it is repeated
+    with the same draws and seeds). A paused run stays the active one, over restarts too.
+    Repeat: a paused run is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+    """
+    ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ResumeRunRequest, _coordinator_service_pb2.ResumeRunResponse]  # type: ignore[assignment]
+    """Lets a paused run go on, to its end or until a number of steps is committed.
+    Repeat: a run that goes on is returned as it is; with until_step, a run that has come so far
+    stays paused. NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended (StartRun goes on with a stopped or
+    failed one), or waits in the queue.
+    """
+    UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.UpdateRunRequest, _coordinator_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
+    """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
+    tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+    sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
+    unavailable_seconds; validation.interval; max_steps.
+    They hold from the next round on; a round that has begun ends as it began. Draws above a
+    lowered level move down to it. A change of temperature or max_response_tokens would change what
+    the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
+    with: they are trained first, in rounds without new prompts, and then the change holds. The
+    normaliser `response_cap` stays at the cap that the run was started with.
+    A run that is not active takes the change up when it goes on.
+    Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
+    INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
+    ForceLongRound: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ForceLongRoundRequest, _coordinator_service_pb2.ForceLongRoundResponse]  # type: ignore[assignment]
+    """Makes the next round a long one: it takes a step's worth of deferred draws, highest level first,
+    and defers none; new prompts fill it up. Repeat before that round: no further effect.
+    NOT_FOUND (RUN_NOT_FOUND). FAILED_PRECONDITION (NOTHING_DEFERRED): the queue is empty.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
+    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.SaveCheckpointRequest, _coordinator_service_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
+    """Has the trainer write a checkpoint of the weights that it holds now, whatever
+    trainer.checkpoint_interval says; waits for an update that is under way.
+    Repeat: a version that has a checkpoint is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): no trainer works for the run.
+    """
+    AddPrompts: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.AddPromptsRequest, _coordinator_service_pb2.AddPromptsResponse]  # type: ignore[assignment]
+    """Adds prompts to a run. They are drawn before the rest of the data, in the order in which they
+    came, once each; at the earliest by the next round.
+    All rows of a call are taken, or none. Repeat: a prompt_id that was added before is skipped.
+    NOT_FOUND (RUN_NOT_FOUND). INVALID_ARGUMENT: BadRequest names the row and the column; a
+    prompt_id of the run's data file, and more than 1000 rows, are refused too.
+    FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+    """
+    RequeueDraws: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.RequeueDrawsRequest, _coordinator_service_pb2.RequeueDrawsResponse]  # type: ignore[assignment]
+    """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
+    before the next round; dropped draws come back with their seeds. A draw that the round under
+    way has taken is left alone unless it is deferred again.
+    Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+    INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
+    DropDraws: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.DropDrawsRequest, _coordinator_service_pb2.DropDrawsResponse]  # type: ignore[assignment]
+    """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
+    dropped, with the reason. A draw that the round under way has taken is left alone unless it is
+    deferred again.
+    Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+    INVALID_ARGUMENT: no draw, or no reason.
+    FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+    """
     ListSteps: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListStepsRequest, _coordinator_service_pb2.ListStepsResponse]  # type: ignore[assignment]
     """Lists committed steps, newest first. NOT_FOUND (RUN_NOT_FOUND).
     INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
     """
     ListSamples: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListSamplesRequest, _coordinator_service_pb2.ListSamplesResponse]  # type: ignore[assignment]
-    """Lists the trained responses of one step. NOT_FOUND (STEP_NOT_FOUND)."""
+    """Lists the trained responses of one step, or of several, in the order of training; filters are
+    joined by "and", and groups without a response that passes are left out.
+    NOT_FOUND (RUN_NOT_FOUND, STEP_NOT_FOUND).
+    INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
+    """
     ListDeferredDraws: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListDeferredDrawsRequest, _coordinator_service_pb2.ListDeferredDrawsResponse]  # type: ignore[assignment]
-    """Lists the long-prompt queue, highest level first, oldest first. NOT_FOUND (RUN_NOT_FOUND)."""
+    """Lists the long-prompt queue, highest level first, oldest first, and the dropped draws.
+    NOT_FOUND (RUN_NOT_FOUND).
+    """
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_service_pb2.WatchRunRequest, _coordinator_service_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Streams run events from a revision on; ends after the run has ended.
     Reconnect with the last revision seen: no gap, no repeat.
-    OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message says from where.
+    OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message names the first revision
+    after which every event is kept.
+    OUT_OF_RANGE (REVISION_UNKNOWN): newer than any event; the run was started anew since.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.HeartbeatRequest, _coordinator_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Registers a worker, renews its lease and carries its engine's statistics.
@@ -169,7 +317,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: the same run_id with the same settings returns the run as it is.
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
         INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
-        FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it.
+        FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
+        run waits for its turn instead: runs of the queue start one after the other, first come, first
+        served, each when the one before has ended. A paused run has not ended.
         FAILED_PRECONDITION (RUN_DIRECTORY): the run's output directory belongs to another run.
         UNAVAILABLE (STANDBY): another coordinator holds the lease; ask that one.
         """
@@ -202,6 +352,118 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def PauseRun(
+        self,
+        request: _coordinator_service_pb2.PauseRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.PauseRunResponse, _abc.Awaitable[_coordinator_service_pb2.PauseRunResponse]]:
+        """Pauses a run: after the current step, or at once (the open step is abandoned; it is repeated
+        with the same draws and seeds). A paused run stays the active one, over restarts too.
+        Repeat: a paused run is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeRun(
+        self,
+        request: _coordinator_service_pb2.ResumeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_service_pb2.ResumeRunResponse]]:
+        """Lets a paused run go on, to its end or until a number of steps is committed.
+        Repeat: a run that goes on is returned as it is; with until_step, a run that has come so far
+        stays paused. NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended (StartRun goes on with a stopped or
+        failed one), or waits in the queue.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateRun(
+        self,
+        request: _coordinator_service_pb2.UpdateRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.UpdateRunResponse, _abc.Awaitable[_coordinator_service_pb2.UpdateRunResponse]]:
+        """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
+        tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+        sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
+        unavailable_seconds; validation.interval; max_steps.
+        They hold from the next round on; a round that has begun ends as it began. Draws above a
+        lowered level move down to it. A change of temperature or max_response_tokens would change what
+        the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
+        with: they are trained first, in rounds without new prompts, and then the change holds. The
+        normaliser `response_cap` stays at the cap that the run was started with.
+        A run that is not active takes the change up when it goes on.
+        Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
+        INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+
+    @_abc_1.abstractmethod
+    def ForceLongRound(
+        self,
+        request: _coordinator_service_pb2.ForceLongRoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ForceLongRoundResponse, _abc.Awaitable[_coordinator_service_pb2.ForceLongRoundResponse]]:
+        """Makes the next round a long one: it takes a step's worth of deferred draws, highest level first,
+        and defers none; new prompts fill it up. Repeat before that round: no further effect.
+        NOT_FOUND (RUN_NOT_FOUND). FAILED_PRECONDITION (NOTHING_DEFERRED): the queue is empty.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+
+    @_abc_1.abstractmethod
+    def SaveCheckpoint(
+        self,
+        request: _coordinator_service_pb2.SaveCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.SaveCheckpointResponse, _abc.Awaitable[_coordinator_service_pb2.SaveCheckpointResponse]]:
+        """Has the trainer write a checkpoint of the weights that it holds now, whatever
+        trainer.checkpoint_interval says; waits for an update that is under way.
+        Repeat: a version that has a checkpoint is returned as it is. NOT_FOUND (RUN_NOT_FOUND).
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): no trainer works for the run.
+        """
+
+    @_abc_1.abstractmethod
+    def AddPrompts(
+        self,
+        request: _coordinator_service_pb2.AddPromptsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.AddPromptsResponse, _abc.Awaitable[_coordinator_service_pb2.AddPromptsResponse]]:
+        """Adds prompts to a run. They are drawn before the rest of the data, in the order in which they
+        came, once each; at the earliest by the next round.
+        All rows of a call are taken, or none. Repeat: a prompt_id that was added before is skipped.
+        NOT_FOUND (RUN_NOT_FOUND). INVALID_ARGUMENT: BadRequest names the row and the column; a
+        prompt_id of the run's data file, and more than 1000 rows, are refused too.
+        FAILED_PRECONDITION (RUN_NOT_ACTIVE): the run has ended, or waits in the queue.
+        """
+
+    @_abc_1.abstractmethod
+    def RequeueDraws(
+        self,
+        request: _coordinator_service_pb2.RequeueDrawsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.RequeueDrawsResponse, _abc.Awaitable[_coordinator_service_pb2.RequeueDrawsResponse]]:
+        """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
+        before the next round; dropped draws come back with their seeds. A draw that the round under
+        way has taken is left alone unless it is deferred again.
+        Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+        INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+
+    @_abc_1.abstractmethod
+    def DropDraws(
+        self,
+        request: _coordinator_service_pb2.DropDrawsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.DropDrawsResponse, _abc.Awaitable[_coordinator_service_pb2.DropDrawsResponse]]:
+        """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
+        dropped, with the reason. A draw that the round under way has taken is left alone unless it is
+        deferred again.
+        Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
+        INVALID_ARGUMENT: no draw, or no reason.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
+        """
+
+    @_abc_1.abstractmethod
     def ListSteps(
         self,
         request: _coordinator_service_pb2.ListStepsRequest,
@@ -217,7 +479,11 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_service_pb2.ListSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.ListSamplesResponse, _abc.Awaitable[_coordinator_service_pb2.ListSamplesResponse]]:
-        """Lists the trained responses of one step. NOT_FOUND (STEP_NOT_FOUND)."""
+        """Lists the trained responses of one step, or of several, in the order of training; filters are
+        joined by "and", and groups without a response that passes are left out.
+        NOT_FOUND (RUN_NOT_FOUND, STEP_NOT_FOUND).
+        INVALID_ARGUMENT: page_size outside 0..1000 or an unreadable page_token.
+        """
 
     @_abc_1.abstractmethod
     def ListDeferredDraws(
@@ -225,7 +491,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_service_pb2.ListDeferredDrawsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.ListDeferredDrawsResponse, _abc.Awaitable[_coordinator_service_pb2.ListDeferredDrawsResponse]]:
-        """Lists the long-prompt queue, highest level first, oldest first. NOT_FOUND (RUN_NOT_FOUND)."""
+        """Lists the long-prompt queue, highest level first, oldest first, and the dropped draws.
+        NOT_FOUND (RUN_NOT_FOUND).
+        """
 
     @_abc_1.abstractmethod
     def WatchRun(
@@ -235,7 +503,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_service_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_service_pb2.WatchRunResponse]]:
         """Streams run events from a revision on; ends after the run has ended.
         Reconnect with the last revision seen: no gap, no repeat.
-        OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message says from where.
+        OUT_OF_RANGE (REVISION_COMPACTED): older events are gone; the message names the first revision
+        after which every event is kept.
+        OUT_OF_RANGE (REVISION_UNKNOWN): newer than any event; the run was started anew since.
         """
 
     @_abc_1.abstractmethod

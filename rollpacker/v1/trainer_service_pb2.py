@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from rollpacker.v1 import types_pb2 as rollpacker_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#rollpacker/v1/trainer_service.proto\x12\rrollpacker.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x19rollpacker/v1/types.proto\"\x8a\x01\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tmodel_uri\x18\x02 \x01(\t\x12\x31\n\x10trainer_settings\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\"Y\n\x0fOpenRunResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x13\n\x0bweights_uri\x18\x02 \x01(\t\x12\x19\n\x11run_snapshot_json\x18\x03 \x01(\t\"W\n\x10StartStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\"\x13\n\x11StartStepResponse\"\x7f\n\x11\x46inishStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\"\n\x05\x64raws\x18\x03 \x03(\x0b\x32\x13.rollpacker.v1.Draw\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x19\n\x11run_snapshot_json\x18\x05 \x01(\t\"\xd6\x01\n\x12\x46inishStepResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x13\n\x0bweights_uri\x18\x02 \x01(\t\x12?\n\x07metrics\x18\x03 \x03(\x0b\x32..rollpacker.v1.FinishStepResponse.MetricsEntry\x12\"\n\x05\x64raws\x18\x04 \x03(\x0b\x32\x13.rollpacker.v1.Draw\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x12\x41\x62\x61ndonStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\"\x15\n\x13\x41\x62\x61ndonStepResponse\"\x13\n\x11GetTrainerRequest\"\x93\x02\n\x12GetTrainerResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x36\n\x05state\x18\x04 \x01(\x0e\x32\'.rollpacker.v1.GetTrainerResponse.State\x12\x1f\n\x17\x61\x63\x63umulated_group_count\x18\x05 \x01(\x05\x12\x12\n\nworld_size\x18\x06 \x01(\x05\"Z\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_IDLE\x10\x01\x12\x16\n\x12STATE_ACCUMULATING\x10\x02\x12\x12\n\x0eSTATE_UPDATING\x10\x03\x32\xa6\x03\n\x0eTrainerService\x12H\n\x07OpenRun\x12\x1d.rollpacker.v1.OpenRunRequest\x1a\x1e.rollpacker.v1.OpenRunResponse\x12N\n\tStartStep\x12\x1f.rollpacker.v1.StartStepRequest\x1a .rollpacker.v1.StartStepResponse\x12Q\n\nFinishStep\x12 .rollpacker.v1.FinishStepRequest\x1a!.rollpacker.v1.FinishStepResponse\x12T\n\x0b\x41\x62\x61ndonStep\x12!.rollpacker.v1.AbandonStepRequest\x1a\".rollpacker.v1.AbandonStepResponse\x12Q\n\nGetTrainer\x12 .rollpacker.v1.GetTrainerRequest\x1a!.rollpacker.v1.GetTrainerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#rollpacker/v1/trainer_service.proto\x12\rrollpacker.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x19rollpacker/v1/types.proto\"\x8a\x01\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tmodel_uri\x18\x02 \x01(\t\x12\x31\n\x10trainer_settings\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\"Y\n\x0fOpenRunResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x13\n\x0bweights_uri\x18\x02 \x01(\t\x12\x19\n\x11run_snapshot_json\x18\x03 \x01(\t\"\xaf\x01\n\x10StartStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x1a\n\rlearning_rate\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_learning_rateB\x0e\n\x0c_temperature\"\x13\n\x11StartStepResponse\"\x7f\n\x11\x46inishStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\"\n\x05\x64raws\x18\x03 \x03(\x0b\x32\x13.rollpacker.v1.Draw\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x19\n\x11run_snapshot_json\x18\x05 \x01(\t\"\xd6\x01\n\x12\x46inishStepResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x13\n\x0bweights_uri\x18\x02 \x01(\t\x12?\n\x07metrics\x18\x03 \x03(\x0b\x32..rollpacker.v1.FinishStepResponse.MetricsEntry\x12\"\n\x05\x64raws\x18\x04 \x03(\x0b\x32\x13.rollpacker.v1.Draw\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x12\x41\x62\x61ndonStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\"\x15\n\x13\x41\x62\x61ndonStepResponse\"D\n#TrainerServiceSaveCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x03\">\n$TrainerServiceSaveCheckpointResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\"\x13\n\x11GetTrainerRequest\"\x93\x02\n\x12GetTrainerResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x36\n\x05state\x18\x04 \x01(\x0e\x32\'.rollpacker.v1.GetTrainerResponse.State\x12\x1f\n\x17\x61\x63\x63umulated_group_count\x18\x05 \x01(\x05\x12\x12\n\nworld_size\x18\x06 \x01(\x05\"Z\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_IDLE\x10\x01\x12\x16\n\x12STATE_ACCUMULATING\x10\x02\x12\x12\n\x0eSTATE_UPDATING\x10\x03\x32\xa1\x04\n\x0eTrainerService\x12H\n\x07OpenRun\x12\x1d.rollpacker.v1.OpenRunRequest\x1a\x1e.rollpacker.v1.OpenRunResponse\x12N\n\tStartStep\x12\x1f.rollpacker.v1.StartStepRequest\x1a .rollpacker.v1.StartStepResponse\x12Q\n\nFinishStep\x12 .rollpacker.v1.FinishStepRequest\x1a!.rollpacker.v1.FinishStepResponse\x12T\n\x0b\x41\x62\x61ndonStep\x12!.rollpacker.v1.AbandonStepRequest\x1a\".rollpacker.v1.AbandonStepResponse\x12y\n\x0eSaveCheckpoint\x12\x32.rollpacker.v1.TrainerServiceSaveCheckpointRequest\x1a\x33.rollpacker.v1.TrainerServiceSaveCheckpointResponse\x12Q\n\nGetTrainer\x12 .rollpacker.v1.GetTrainerRequest\x1a!.rollpacker.v1.GetTrainerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,26 +39,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENRUNREQUEST']._serialized_end=250
   _globals['_OPENRUNRESPONSE']._serialized_start=252
   _globals['_OPENRUNRESPONSE']._serialized_end=341
-  _globals['_STARTSTEPREQUEST']._serialized_start=343
-  _globals['_STARTSTEPREQUEST']._serialized_end=430
-  _globals['_STARTSTEPRESPONSE']._serialized_start=432
-  _globals['_STARTSTEPRESPONSE']._serialized_end=451
-  _globals['_FINISHSTEPREQUEST']._serialized_start=453
-  _globals['_FINISHSTEPREQUEST']._serialized_end=580
-  _globals['_FINISHSTEPRESPONSE']._serialized_start=583
-  _globals['_FINISHSTEPRESPONSE']._serialized_end=797
-  _globals['_FINISHSTEPRESPONSE_METRICSENTRY']._serialized_start=751
-  _globals['_FINISHSTEPRESPONSE_METRICSENTRY']._serialized_end=797
-  _globals['_ABANDONSTEPREQUEST']._serialized_start=799
-  _globals['_ABANDONSTEPREQUEST']._serialized_end=864
-  _globals['_ABANDONSTEPRESPONSE']._serialized_start=866
-  _globals['_ABANDONSTEPRESPONSE']._serialized_end=887
-  _globals['_GETTRAINERREQUEST']._serialized_start=889
-  _globals['_GETTRAINERREQUEST']._serialized_end=908
-  _globals['_GETTRAINERRESPONSE']._serialized_start=911
-  _globals['_GETTRAINERRESPONSE']._serialized_end=1186
-  _globals['_GETTRAINERRESPONSE_STATE']._serialized_start=1096
-  _globals['_GETTRAINERRESPONSE_STATE']._serialized_end=1186
-  _globals['_TRAINERSERVICE']._serialized_start=1189
-  _globals['_TRAINERSERVICE']._serialized_end=1611
+  _globals['_STARTSTEPREQUEST']._serialized_start=344
+  _globals['_STARTSTEPREQUEST']._serialized_end=519
+  _globals['_STARTSTEPRESPONSE']._serialized_start=521
+  _globals['_STARTSTEPRESPONSE']._serialized_end=540
+  _globals['_FINISHSTEPREQUEST']._serialized_start=542
+  _globals['_FINISHSTEPREQUEST']._serialized_end=669
+  _globals['_FINISHSTEPRESPONSE']._serialized_start=672
+  _globals['_FINISHSTEPRESPONSE']._serialized_end=886
+  _globals['_FINISHSTEPRESPONSE_METRICSENTRY']._serialized_start=840
+  _globals['_FINISHSTEPRESPONSE_METRICSENTRY']._serialized_end=886
+  _globals['_ABANDONSTEPREQUEST']._serialized_start=888
+  _globals['_ABANDONSTEPREQUEST']._serialized_end=953
+  _globals['_ABANDONSTEPRESPONSE']._serialized_start=955
+  _globals['_ABANDONSTEPRESPONSE']._serialized_end=976
+  _globals['_TRAINERSERVICESAVECHECKPOINTREQUEST']._serialized_start=978
+  _globals['_TRAINERSERVICESAVECHECKPOINTREQUEST']._serialized_end=1046
+  _globals['_TRAINERSERVICESAVECHECKPOINTRESPONSE']._serialized_start=1048
+  _globals['_TRAINERSERVICESAVECHECKPOINTRESPONSE']._serialized_end=1110
+  _globals['_GETTRAINERREQUEST']._serialized_start=1112
+  _globals['_GETTRAINERREQUEST']._serialized_end=1131
+  _globals['_GETTRAINERRESPONSE']._serialized_start=1134
+  _globals['_GETTRAINERRESPONSE']._serialized_end=1409
+  _globals['_GETTRAINERRESPONSE_STATE']._serialized_start=1319
+  _globals['_GETTRAINERRESPONSE_STATE']._serialized_end=1409
+  _globals['_TRAINERSERVICE']._serialized_start=1412
+  _globals['_TRAINERSERVICE']._serialized_end=1957
 # @@protoc_insertion_point(module_scope)

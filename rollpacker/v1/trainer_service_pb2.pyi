@@ -101,6 +101,8 @@ class StartStepRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     step: _builtins.int
@@ -109,6 +111,10 @@ class StartStepRequest(_message.Message):
     """The version that sampled this step's responses."""
     fence: _builtins.int
     """Fencing number of the coordinator's lease."""
+    learning_rate: _builtins.float
+    """Of this step's update; unset: as in trainer_settings."""
+    temperature: _builtins.float
+    """That sampled this step's responses; unset: as in OpenRun."""
     def __init__(
         self,
         *,
@@ -116,12 +122,21 @@ class StartStepRequest(_message.Message):
         step: _builtins.int = ...,
         weight_version: _builtins.int = ...,
         fence: _builtins.int = ...,
+        learning_rate: _builtins.float | None = ...,
+        temperature: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_temperature", b"_temperature", "learning_rate", b"learning_rate", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_temperature", b"_temperature", "fence", b"fence", "learning_rate", b"learning_rate", "run_id", b"run_id", "step", b"step", "temperature", b"temperature", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
 Global___StartStepRequest: _TypeAlias = StartStepRequest  # noqa: Y015
 
@@ -286,6 +301,54 @@ class AbandonStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbandonStepResponse: _TypeAlias = AbandonStepResponse  # noqa: Y015
+
+@_typing.final
+class TrainerServiceSaveCheckpointRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    fence: _builtins.int
+    """Fencing number of the coordinator's lease."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        fence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerServiceSaveCheckpointRequest: _TypeAlias = TrainerServiceSaveCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class TrainerServiceSaveCheckpointResponse(_message.Message):
+    """The checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.int
+    """The version that it holds; 0: the initial model, which needs none."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerServiceSaveCheckpointResponse: _TypeAlias = TrainerServiceSaveCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class GetTrainerRequest(_message.Message):

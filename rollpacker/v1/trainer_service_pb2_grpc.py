@@ -57,6 +57,11 @@ class TrainerServiceStub:
                 request_serializer=rollpacker_dot_v1_dot_trainer__service__pb2.AbandonStepRequest.SerializeToString,
                 response_deserializer=rollpacker_dot_v1_dot_trainer__service__pb2.AbandonStepResponse.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/rollpacker.v1.TrainerService/SaveCheckpoint',
+                request_serializer=rollpacker_dot_v1_dot_trainer__service__pb2.TrainerServiceSaveCheckpointRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_trainer__service__pb2.TrainerServiceSaveCheckpointResponse.FromString,
+                _registered_method=True)
         self.GetTrainer = channel.unary_unary(
                 '/rollpacker.v1.TrainerService/GetTrainer',
                 request_serializer=rollpacker_dot_v1_dot_trainer__service__pb2.GetTrainerRequest.SerializeToString,
@@ -85,7 +90,7 @@ class TrainerServiceServicer:
 
     def StartStep(self, request, context):
         """Starts consuming the sample stream of a step; gradients accumulate, weights do not move.
-        Repeat: a step that is open, or finished, returns at once.
+        Repeat: a step that is open, or finished, returns at once, with the values that it began with.
         FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the trainer holds another version.
         FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
@@ -113,6 +118,16 @@ class TrainerServiceServicer:
     def AbandonStep(self, request, context):
         """Drops the gradients of a step that will not finish. Repeat: returns at once.
         FAILED_PRECONDITION (STEP_FINISHED): its update has been applied.
+        FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveCheckpoint(self, request, context):
+        """Writes a checkpoint of the weights as they are, whatever checkpoint_interval says; waits for an
+        update that is under way. Repeat: a version that has a checkpoint returns at once.
+        FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -148,6 +163,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.AbandonStep,
                     request_deserializer=rollpacker_dot_v1_dot_trainer__service__pb2.AbandonStepRequest.FromString,
                     response_serializer=rollpacker_dot_v1_dot_trainer__service__pb2.AbandonStepResponse.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=rollpacker_dot_v1_dot_trainer__service__pb2.TrainerServiceSaveCheckpointRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_trainer__service__pb2.TrainerServiceSaveCheckpointResponse.SerializeToString,
             ),
             'GetTrainer': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrainer,
@@ -266,6 +286,33 @@ class TrainerService:
             '/rollpacker.v1.TrainerService/AbandonStep',
             rollpacker_dot_v1_dot_trainer__service__pb2.AbandonStepRequest.SerializeToString,
             rollpacker_dot_v1_dot_trainer__service__pb2.AbandonStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.TrainerService/SaveCheckpoint',
+            rollpacker_dot_v1_dot_trainer__service__pb2.TrainerServiceSaveCheckpointRequest.SerializeToString,
+            rollpacker_dot_v1_dot_trainer__service__pb2.TrainerServiceSaveCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

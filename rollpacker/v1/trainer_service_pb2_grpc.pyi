@@ -47,7 +47,7 @@ class TrainerServiceStub:
     """
     StartStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.StartStepRequest, _trainer_service_pb2.StartStepResponse]
     """Starts consuming the sample stream of a step; gradients accumulate, weights do not move.
-    Repeat: a step that is open, or finished, returns at once.
+    Repeat: a step that is open, or finished, returns at once, with the values that it began with.
     FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the trainer holds another version.
     FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
@@ -67,6 +67,12 @@ class TrainerServiceStub:
     AbandonStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.AbandonStepRequest, _trainer_service_pb2.AbandonStepResponse]
     """Drops the gradients of a step that will not finish. Repeat: returns at once.
     FAILED_PRECONDITION (STEP_FINISHED): its update has been applied.
+    FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
+    """
+    SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.TrainerServiceSaveCheckpointRequest, _trainer_service_pb2.TrainerServiceSaveCheckpointResponse]
+    """Writes a checkpoint of the weights as they are, whatever checkpoint_interval says; waits for an
+    update that is under way. Repeat: a version that has a checkpoint returns at once.
+    FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
     """
     GetTrainer: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.GetTrainerRequest, _trainer_service_pb2.GetTrainerResponse]
@@ -91,7 +97,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     StartStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.StartStepRequest, _trainer_service_pb2.StartStepResponse]  # type: ignore[assignment]
     """Starts consuming the sample stream of a step; gradients accumulate, weights do not move.
-    Repeat: a step that is open, or finished, returns at once.
+    Repeat: a step that is open, or finished, returns at once, with the values that it began with.
     FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the trainer holds another version.
     FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
@@ -111,6 +117,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     AbandonStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.AbandonStepRequest, _trainer_service_pb2.AbandonStepResponse]  # type: ignore[assignment]
     """Drops the gradients of a step that will not finish. Repeat: returns at once.
     FAILED_PRECONDITION (STEP_FINISHED): its update has been applied.
+    FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
+    """
+    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.TrainerServiceSaveCheckpointRequest, _trainer_service_pb2.TrainerServiceSaveCheckpointResponse]  # type: ignore[assignment]
+    """Writes a checkpoint of the weights as they are, whatever checkpoint_interval says; waits for an
+    update that is under way. Repeat: a version that has a checkpoint returns at once.
+    FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
     FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
     """
     GetTrainer: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetTrainerRequest, _trainer_service_pb2.GetTrainerResponse]  # type: ignore[assignment]
@@ -144,7 +156,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.StartStepResponse, _abc.Awaitable[_trainer_service_pb2.StartStepResponse]]:
         """Starts consuming the sample stream of a step; gradients accumulate, weights do not move.
-        Repeat: a step that is open, or finished, returns at once.
+        Repeat: a step that is open, or finished, returns at once, with the values that it began with.
         FAILED_PRECONDITION (WEIGHT_VERSION_MISMATCH): the trainer holds another version.
         FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
@@ -176,6 +188,18 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.AbandonStepResponse, _abc.Awaitable[_trainer_service_pb2.AbandonStepResponse]]:
         """Drops the gradients of a step that will not finish. Repeat: returns at once.
         FAILED_PRECONDITION (STEP_FINISHED): its update has been applied.
+        FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
+        """
+
+    @_abc_1.abstractmethod
+    def SaveCheckpoint(
+        self,
+        request: _trainer_service_pb2.TrainerServiceSaveCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.TrainerServiceSaveCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.TrainerServiceSaveCheckpointResponse]]:
+        """Writes a checkpoint of the weights as they are, whatever checkpoint_interval says; waits for an
+        update that is under way. Repeat: a version that has a checkpoint returns at once.
+        FAILED_PRECONDITION (RUN_NOT_OPEN): OpenRun comes first.
         FAILED_PRECONDITION (STALE_FENCE): a coordinator with a higher fence has spoken.
         """
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-from services.trainer.settings import OpenRunSettings
 from services.trainer.update import UpdateOutcome
 
 
 def step_metrics(
     outcome: UpdateOutcome,
-    settings: OpenRunSettings,
     *,
     trained_responses: int,
     accumulate_seconds: float,
@@ -34,7 +32,7 @@ def step_metrics(
         "micro_batches": sums.micro_batches,
         "padding_share": padding / sums.padded_tokens if sums.padded_tokens else 0.0,
         "skipped_update": float(outcome.skipped),
-        "learning_rate": settings.learning_rate,
+        "learning_rate": outcome.learning_rate,
         "accumulate_seconds": accumulate_seconds,
         "update_seconds": update_seconds,
     }

@@ -126,7 +126,6 @@ class OpenRun:
         version = open_step.step + 1
         metrics = step_metrics(
             outcome,
-            self.spec.settings,
             trained_responses=open_step.packer.trained_responses,
             accumulate_seconds=open_step.accumulate_seconds,
             update_seconds=time.monotonic() - start,
@@ -140,6 +139,18 @@ class OpenRun:
             skipped,
         )
         self._unacknowledged = open_step
+
+    async def save(self) -> int:
+        """Write a checkpoint of the weights as they are, unless there is one; returns the version.
+
+        The initial model needs none.
+        """
+        result, newest = self.progress.result, self._checkpoints.newest()
+        if result and (newest is None or newest.record.weight_version != self.weight_version):
+            snapshot = self.progress.weights.run_snapshot_json
+            skipped = self.progress.skipped_updates_in_a_row
+            await self._save(CheckpointRecord(result, self.settings_hash, snapshot, skipped))
+        return self.weight_version
 
     async def result_of(self, step: int) -> StepResult:
         """The result of a finished step; that of the last one is recorded, its groups acked.
@@ -180,15 +191,19 @@ class OpenRun:
         start = time.monotonic()
         version = record.weight_version
         if version % self.spec.settings.checkpoint_interval == 0:
-            partial = await self._leader.in_thread(lambda: self._checkpoints.begin(version))
-            await self._leader.everywhere(SaveTensors(partial))
-            await self._leader.in_thread(lambda: self._checkpoints.commit(partial, record))
+            await self._save(record)
         saved = time.monotonic()
         await self._publish(version)
         return {
             "checkpoint_seconds": saved - start,
             "publish_seconds": time.monotonic() - saved,
         }
+
+    async def _save(self, record: CheckpointRecord) -> None:
+        version = record.weight_version
+        partial = await self._leader.in_thread(lambda: self._checkpoints.begin(version))
+        await self._leader.everywhere(SaveTensors(partial))
+        await self._leader.in_thread(lambda: self._checkpoints.commit(partial, record))
 
     async def _publish(self, version: int) -> None:
         whole = await self._leader.gather_weights()

@@ -46,6 +46,14 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginStep:
+    """The values that may differ from step to step."""
+
+    learning_rate: float
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
 class Accumulate:
     """Add a window to the sums."""
 
@@ -84,7 +92,8 @@ class Shutdown:
     """The last command."""
 
 
-Command = Open | Accumulate | DropSums | Update | SaveTensors | GatherWeights | Ping | Shutdown
+StepCommand = BeginStep | Accumulate | DropSums | Update
+Command = Open | StepCommand | SaveTensors | GatherWeights | Ping | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,10 @@ class Replica:
         match command:
             case Open():
                 self._open(command)
+            case BeginStep(learning_rate, temperature):
+                self._opened.accumulator.temperature = temperature
+                for group in self._opened.optimizer.param_groups:
+                    group["lr"] = learning_rate
             case Accumulate(window):
                 for batch in window.micro_batches:
                     self._opened.accumulator.add(batch)

@@ -48,10 +48,29 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self, request: pb.StartStepRequest, _context: Context
     ) -> pb.StartStepResponse:
         _check_step(request.step)
+        learning_rate = request.learning_rate if request.HasField("learning_rate") else None
+        if learning_rate is not None and not (math.isfinite(learning_rate) and learning_rate >= 0):
+            raise InvalidArgumentError.field(
+                "learning_rate", f"{learning_rate} is below 0 or no number; give one from 0 on"
+            )
+        temperature = request.temperature if request.HasField("temperature") else None
+        if temperature is not None:
+            _check_temperature(temperature)
         await self._session.start_step(
-            request.run_id, request.step, request.weight_version, request.fence
+            request.run_id,
+            request.step,
+            request.weight_version,
+            request.fence,
+            learning_rate=learning_rate,
+            temperature=temperature,
         )
         return pb.StartStepResponse()
+
+    async def SaveCheckpoint(
+        self, request: pb.TrainerServiceSaveCheckpointRequest, _context: Context
+    ) -> pb.TrainerServiceSaveCheckpointResponse:
+        version = await self._session.save_checkpoint(request.run_id, request.fence)
+        return pb.TrainerServiceSaveCheckpointResponse(weight_version=version)
 
     async def FinishStep(
         self, request: pb.FinishStepRequest, context: Context
@@ -97,10 +116,7 @@ def _run_spec(request: pb.OpenRunRequest) -> RunSpec:
             "run_id",
             f"{request.run_id!r} cannot name a directory; use letters, digits, '.', '_' and '-'",
         )
-    if not (math.isfinite(request.temperature) and request.temperature > 0):
-        raise InvalidArgumentError.field(
-            "temperature", f"{request.temperature} is not above 0; give the sampling temperature"
-        )
+    _check_temperature(request.temperature)
     settings = parse_open_run_settings(json_format.MessageToDict(request.trainer_settings))
     return RunSpec(
         run_id=request.run_id,
@@ -120,6 +136,13 @@ def _model_directory(uri: str) -> Path:
     if not directory.is_dir():
         raise NotFoundError("MODEL_NOT_FOUND", f"model_uri: {directory} is not a directory")
     return directory
+
+
+def _check_temperature(temperature: float) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise InvalidArgumentError.field(
+            "temperature", f"{temperature} is not above 0; give the sampling temperature"
+        )
 
 
 def _check_step(step: int) -> None:

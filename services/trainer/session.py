@@ -26,7 +26,7 @@ from rollpacker.types import Draw, DrawId, StepResult
 from services.trainer.leader import Leader
 from services.trainer.open_run import OpenRun, Roots, Weights, settings_differ
 from services.trainer.open_step import OpenStep
-from services.trainer.replica import DropSums
+from services.trainer.replica import BeginStep, DropSums
 from services.trainer.settings import RunSpec
 
 _CLOSE_SECONDS = 20.0  # torchrun kills after 30
@@ -77,10 +77,29 @@ class Session:
         self._check_fence(fence)
         return await _uncancelled(self._open_run(spec))
 
-    async def start_step(self, run_id: str, step: int, weight_version: int, fence: int) -> None:
-        """StartStep."""
+    async def start_step(
+        self,
+        run_id: str,
+        step: int,
+        weight_version: int,
+        fence: int,
+        *,
+        learning_rate: float | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """StartStep; what is None is as OpenRun said."""
         self._check_fence(fence)
-        await _uncancelled(self._start_step(run_id, step, weight_version))
+        spec = self._opened(run_id).spec
+        begin = BeginStep(
+            spec.settings.learning_rate if learning_rate is None else learning_rate,
+            spec.temperature if temperature is None else temperature,
+        )
+        await _uncancelled(self._start_step(run_id, step, weight_version, begin))
+
+    async def save_checkpoint(self, run_id: str, fence: int) -> int:
+        """SaveCheckpoint; returns the version that it holds."""
+        self._check_fence(fence)
+        return await _uncancelled(self._save_checkpoint(run_id))
 
     async def abandon_step(self, run_id: str, step: int, fence: int) -> None:
         """AbandonStep."""
@@ -147,7 +166,9 @@ class Session:
             self._run = await OpenRun.load(self._redis, self._leader, spec, self._roots)
             return self._run.progress.weights
 
-    async def _start_step(self, run_id: str, step: int, weight_version: int) -> None:
+    async def _start_step(
+        self, run_id: str, step: int, weight_version: int, begin: BeginStep
+    ) -> None:
         async with self._lock:
             run = self._opened(run_id)
             version = run.weight_version
@@ -159,7 +180,12 @@ class Session:
                     f"the trainer holds weight version {version}, step {step} was sampled by"
                     f" {weight_version}; start step {version}, or open the run again",
                 )
+            await self._leader.everywhere(begin)
             self._step = OpenStep(self._redis, self._leader, run_id, step, run.spec.settings)
+
+    async def _save_checkpoint(self, run_id: str) -> int:
+        async with self._lock:  # an update that is under way holds it
+            return await self._opened(run_id).save()
 
     async def _abandon_step(self, run_id: str, step: int) -> None:
         async with self._lock:

@@ -60,7 +60,7 @@ class StepAccumulator:
         """`reference` is the initial model; needed where the loss has a divergence from it."""
         self._model = model
         self._settings = settings
-        self._temperature = temperature
+        self.temperature = temperature  # of the responses that `add` takes
         self._ranks = ranks
         self._reference = reference
         self.drop()
@@ -115,7 +115,7 @@ class StepAccumulator:
 
     def _logprobs(self, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the targets, both [B, K]."""
-        return model.logprobs(batch.input_ids, batch.target_ids, self._temperature)
+        return model.logprobs(batch.input_ids, batch.target_ids, self.temperature)
 
     @torch.no_grad()
     def _count(self, batch: MicroBatch, terms: Objective, logprobs: Tensor) -> None:

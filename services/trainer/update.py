@@ -26,6 +26,7 @@ class UpdateOutcome:
     sums: StepSums
     normaliser: float  # what the sums were divided by
     grad_norm: float  # after the division, before clipping
+    learning_rate: float
     skipped: bool  # the gradient was not finite; no weight has moved
 
 
@@ -60,7 +61,7 @@ def apply_update(
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.max_grad_norm, norm)
         optimizer.step()
     accumulator.drop()
-    return UpdateOutcome(sums, normaliser, norm.item(), skipped)
+    return UpdateOutcome(sums, normaliser, norm.item(), optimizer.param_groups[0]["lr"], skipped)
 
 
 def _whole(norm: Tensor) -> Tensor:

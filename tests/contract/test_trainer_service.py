@@ -124,6 +124,54 @@ async def test_other_settings_are_taken_before_the_first_step_and_refused_after(
         )
 
 
+# What may differ from step to step
+
+
+async def test_a_step_trains_at_the_learning_rate_that_it_began_with(opened, redis_client):
+    still = await opened.train(redis_client, 0, make_groups(0), learning_rate=0.0)
+    moved = await opened.train(redis_client, 1, make_groups(1))
+    assert (still.metrics["learning_rate"], moved.metrics["learning_rate"]) == (
+        0.0,
+        trainer_settings().learning_rate,
+    )
+    initial = still.weights_uri.replace("step_000001", "step_000000")
+    assert same_bits(initial, still.weights_uri)
+    assert not same_bits(still.weights_uri, moved.weights_uri)
+
+
+async def test_the_temperature_of_a_step_is_that_of_a_run_opened_with_it(
+    trainer, model, redis_client, tmp_path
+):
+    await trainer.open(open_run_request(model))
+    given = await trainer.train(redis_client, 0, make_groups(0), temperature=0.5)
+    (tmp_path / "second").mkdir()
+    await redis_client.flushall()
+    async with serving_trainer(redis_client, tmp_path / "second") as second:
+        await second.open(open_run_request(model, temperature=0.5))
+        opened_with = await second.train(redis_client, 0, make_groups(0))
+    assert given.metrics["entropy"] == opened_with.metrics["entropy"]
+    assert given.metrics["mismatch_kl"] == opened_with.metrics["mismatch_kl"]
+
+
+async def test_values_of_a_step_outside_their_range_are_refused(opened):
+    for values in ({"learning_rate": -1.0}, {"temperature": 0.0}, {"learning_rate": math.inf}):
+        await refused(opened.start(0, **values), InvalidArgumentError, "INVALID_FIELD")
+
+
+async def test_a_checkpoint_is_saved_between_intervals_and_found_by_the_next_trainer(
+    trainer, model, redis_client, tmp_path
+):
+    request = open_run_request(model, trainer_settings(checkpoint_interval=10))
+    await trainer.open(request)
+    assert await trainer.save_checkpoint() == 0
+    await trainer.train(redis_client, 0, make_groups(0))
+    await trainer.start(1)
+    assert [await trainer.save_checkpoint() for _ in range(2)] == [1, 1]
+    async with serving_trainer(redis_client, tmp_path) as restarted:
+        again = await restarted.open(request)
+    assert (again.weight_version, again.run_snapshot_json) == (1, "after step 0")
+
+
 @pytest.mark.parametrize("missing", ["directory", "config", "weights"])
 async def test_a_model_that_cannot_be_loaded_is_not_found(trainer, model, missing):
     if missing == "config":
