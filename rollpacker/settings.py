@@ -256,7 +256,7 @@ def load_run_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
             raise SettingsError([(override, "not an override; write section.key=value")])
         _set_dotted(given, key, yaml.safe_load(text) if text else None)
     _make_paths_absolute(given, Path.cwd())
-    return parse_run_settings(_merge(values, given))
+    return parse_run_settings(merge_settings(values, given))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -296,12 +296,13 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, section by section."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+        merged[key] = merge_settings(old, value) if both else value  # type: ignore[arg-type]
     return merged
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollpacker.policy.advantages import GROUP_RELATIVE, AdvantageRules
 from rollpacker.types import Draw, DrawId, RoundKind
@@ -81,6 +81,7 @@ class Backlog:
     step: int
     deferred: tuple[Draw, ...]  # the long-prompt queue, all levels, oldest first within a level
     new_prompts: int  # prompts that data and max_steps still allow
+    long_round: bool = False  # somebody asked for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,8 @@ def plan(rules: TailBatchingRules, backlog: Backlog) -> RoundPlan | None:
     if not backlog.deferred and not backlog.new_prompts:
         return None
     overdue = _overdue(rules, backlog)
+    if backlog.long_round and backlog.deferred:
+        return replace(_drain(rules, backlog, overdue), kind=RoundKind.LONG)
     level = _highest_ready_level(rules, backlog)
     if level is None:
         return _drain(rules, backlog, overdue)

@@ -3,8 +3,12 @@
 | key                                | type   | holds                                              |
 |------------------------------------|--------|----------------------------------------------------|
 | rollpacker:runs                    | zset   | run ids by creation time                           |
+| rollpacker:queue                   | zset   | run ids that wait, by the time when they asked     |
 | rollpacker:{run}:state             | hash   | the commit point: fence, step, status, stop_mode,  |
-|                                    |        | failure, state (JSON); changed by scripts only     |
+|                                    |        | pause_at, failure, state (JSON); scripts only      |
+| rollpacker:{run}:changes           | list   | what UpdateRun and others asked for; only grows    |
+| rollpacker:{run}:added_prompts     | list   | rows of AddPrompts (JSON); only grows              |
+| rollpacker:{run}:added_prompt_ids  | set    | their prompt ids                                   |
 | rollpacker:{run}:deferred:{level}  | list   | deferred draws, oldest first; changed by scripts   |
 | rollpacker:{run}:deferred_draw:    | list   | drafts of a deferred draw; may be lost or stale    |
 |   {epoch}:{prompt_id}              |        |                                                    |
@@ -25,6 +29,7 @@ from __future__ import annotations
 from rollpacker.types import DrawId
 
 RUNS = "rollpacker:runs"
+QUEUE = "rollpacker:queue"
 COORDINATOR_LEASE = "rollpacker:{coordinator}:lease"
 COORDINATOR_FENCE = "rollpacker:{coordinator}:fence"
 TRAINER_GROUP = "trainer"  # consumer group of the sample streams
@@ -73,6 +78,18 @@ def superseded_steps(run_id: str) -> str:
 
 def events(run_id: str) -> str:
     return _key(run_id, "events")
+
+
+def changes(run_id: str) -> str:
+    return _key(run_id, "changes")
+
+
+def added_prompts(run_id: str) -> str:
+    return _key(run_id, "added_prompts")
+
+
+def added_prompt_ids(run_id: str) -> str:
+    return _key(run_id, "added_prompt_ids")
 
 
 def timeout_anchors(run_id: str, prompt_id: str) -> str:

@@ -34,6 +34,15 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class DroppedDraw:
+    """A draw that was taken out of the queue and will not be trained."""
+
+    item: DeferredDraw
+    reason: str
+    step: int  # steps committed when it was dropped
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """The commit point."""
 
@@ -41,7 +50,7 @@ class RunState:
     settings: Mapping[str, Any]
     create_time: float  # seconds since the Unix epoch
     planned_steps: int = 0  # that data and max_steps allow in all
-    status: str = "running"  # running, stopping, succeeded, failed, stopped
+    status: str = "running"  # queued, running, pausing, paused, stopping, or an end: see runs.py
     step: int = 0  # steps committed; the number of the next one
     weight_version: int = 0
     weights_uri: str = ""
@@ -51,6 +60,16 @@ class RunState:
     failure: str = ""
     stop_mode: str = ""  # "", after_step, drain, immediately
     data_digest: str = ""  # of the data that the cursor is a place in
+    pause_at: int | None = None  # pauses when so many steps are committed
+    # What people asked for while the run was under way (services/coordinator/changes.py).
+    updated_settings: Mapping[str, Any] = field(default_factory=dict)  # over `settings`
+    waiting_settings: Mapping[str, Any] = field(default_factory=dict)  # until the queue is empty
+    change_count: int = 0  # changes of the log that the state contains
+    added_known: int = 0  # added prompts that it knows
+    added_drawn: int = 0  # of these, drawn
+    begun_step: int = -1  # the step for which these are settled
+    long_round: bool = False  # the next round is a long one by request
+    dropped: tuple[DroppedDraw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +122,16 @@ def state_from_json(text: str | bytes) -> RunState:
     totals = values.pop("totals")
     lengths = {int(length): count for length, count in totals.pop("trained_lengths").items()}
     deferred = tuple(deferred_from_json(item) for item in values.pop("deferred"))
-    return RunState(**values, deferred=deferred, totals=Totals(**totals, trained_lengths=lengths))
+    dropped = tuple(
+        DroppedDraw(**{**item, "item": deferred_from_json(item["item"])})
+        for item in values.pop("dropped", ())
+    )
+    return RunState(
+        **values,
+        deferred=deferred,
+        dropped=dropped,
+        totals=Totals(**totals, trained_lengths=lengths),
+    )
 
 
 def record_to_json(record: StepRecord) -> str:

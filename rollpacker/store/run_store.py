@@ -3,81 +3,30 @@
 A step is committed by one atomic script that compares the fence and the step number and then
 writes the new state, the long-prompt queue, the step's record and an event. So a crash leaves
 either the old commit point or the new one, and a coordinator that was replaced writes nothing.
+
+What people ask for in between stands in two logs that only grow: changes, and added prompts. The
+state says how much of each it contains. That is settled once for each step, when it begins: a step
+that is repeated after a crash contains the same. A rewind goes back in the state, not in the logs,
+so what came later is taken up again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from rollpacker.store import keys, records
+from rollpacker.store import keys, records, scripts
 from rollpacker.store.records import RunState, StepOutcome
 from rollpacker.types import StepRecord
 
 MAX_LEVELS = 8  # deferral_levels is limited to this
 _KEPT_EVENTS = 10_000
-
-_CHECK_FENCE = """
-local fence = tonumber(redis.call('HGET', KEYS[1], 'fence') or '0')
-if fence > tonumber(ARGV[1]) then
-  return redis.error_reply('STALE_FENCE ' .. fence)
-end
-redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-"""
-_WRITE_QUEUE = """
-for level, draws in ipairs(cjson.decode(ARGV[4])) do
-  local key = KEYS[3 + level]
-  redis.call('DEL', key)
-  for _, draw in ipairs(draws) do redis.call('RPUSH', key, draw) end
-end
-"""
-_CLAIM = _CHECK_FENCE + "return 1"
-_COMMIT = (
-    _CHECK_FENCE
-    + """
-local step = redis.call('HGET', KEYS[1], 'step')
-if step ~= ARGV[2] then return redis.error_reply('STEP_MISMATCH ' .. tostring(step)) end
-redis.call('HSET', KEYS[1], 'step', ARGV[2] + 1, 'state', ARGV[3])
-"""
-    + _WRITE_QUEUE
-    + """
-redis.call('ZADD', KEYS[2], ARGV[2], ARGV[5])
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*', 'kind', 'step', 'value', ARGV[5])
-return 1
-"""
-)
-_REWIND = (
-    _CHECK_FENCE
-    + """
-redis.call('HSET', KEYS[1], 'step', ARGV[2], 'state', ARGV[3])
-"""
-    + _WRITE_QUEUE
-    + """
-local first = 4 + #cjson.decode(ARGV[4])
-for _, record in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], ARGV[2], '+inf')) do
-  redis.call('RPUSH', KEYS[first], record)
-end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], ARGV[2], '+inf')
-for i = first + 1, #KEYS do redis.call('DEL', KEYS[i]) end
-return 1
-"""
-)
-_SET_STATUS = (
-    _CHECK_FENCE
-    + """
-local now = redis.call('HGET', KEYS[1], 'status')
-if ARGV[2] == 'stopping' and now ~= 'running' and now ~= 'stopping' then return 0 end
-redis.call('HSET', KEYS[1], 'status', ARGV[2], 'failure', ARGV[3], 'stop_mode', ARGV[4])
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', 'kind', 'run', 'value', ARGV[2])
-return 1
-"""
-)
 
 
 class StaleFenceError(Exception):
@@ -140,24 +89,90 @@ class RunStore:
             status=fields[b"status"].decode(),
             failure=fields[b"failure"].decode(),
             stop_mode=fields[b"stop_mode"].decode(),
+            pause_at=_number(fields.get(b"pause_at")),
             deferred=tuple(records.deferred_from_json(item) for item in stored),
         )
 
     async def claim(self, fence: int) -> None:
         """From now on refuse writers with a lower fence. Raises StaleFenceError."""
-        await self._run(_CLAIM, [self._state], [fence])
+        await self._run(scripts.CLAIM, [self._state], [fence])
 
     async def set_status(
-        self, fence: int, status: str, *, failure: str = "", stop_mode: str = ""
-    ) -> None:
-        """Change where the run is in its life. Raises StaleFenceError.
+        self,
+        fence: int,
+        status: str,
+        *,
+        failure: str = "",
+        stop_mode: str = "",
+        pause_at: int | None = None,
+        only_from: Sequence[str] = (),
+    ) -> bool:
+        """Change where the run is in its life; False where it is in none of the states `only_from`.
 
-        A run that has ended does not become "stopping" any more: then nothing changes.
+        Raises StaleFenceError.
         """
-        await self._run(
-            _SET_STATUS,
+        pause = "" if pause_at is None else pause_at
+        allowed = f" {' '.join(only_from)} " if only_from else ""
+        changed = await self._run(
+            scripts.SET_STATUS,
             [self._state, keys.events(self.run_id)],
-            [fence, status, failure, stop_mode, _KEPT_EVENTS],
+            [fence, status, failure, stop_mode, pause, _KEPT_EVENTS, allowed],
+        )
+        return bool(changed)
+
+    async def append_change(self, fence: int, change: str) -> None:
+        """Add to the log of changes. Raises StaleFenceError."""
+        await self._run(
+            scripts.APPEND_CHANGE,
+            [self._state, keys.changes(self.run_id), keys.events(self.run_id)],
+            [fence, change, _KEPT_EVENTS],
+        )
+
+    async def changes_from(self, first: int) -> list[str]:
+        """The changes of the log from number `first` on."""
+        found: Any = await self._redis.lrange(keys.changes(self.run_id), first, -1)
+        return [item.decode() for item in found]
+
+    async def add_prompts(self, fence: int, rows: Mapping[str, str]) -> int:
+        """Add rows by prompt id; those that are known are skipped. Returns how many are new.
+
+        Raises StaleFenceError.
+        """
+        flat = [part for pair in rows.items() for part in pair]
+        return await self._run(
+            scripts.ADD_PROMPTS,
+            [self._state, keys.added_prompts(self.run_id), keys.added_prompt_ids(self.run_id)],
+            [fence, *flat],
+        )
+
+    async def added_prompts(self, first: int, end: int) -> list[str]:
+        """The rows that were added, from number `first` up to and without `end`."""
+        if end <= first:
+            return []
+        found: Any = await self._redis.lrange(keys.added_prompts(self.run_id), first, end - 1)
+        return [item.decode() for item in found]
+
+    async def log_lengths(self) -> tuple[int, int]:
+        """How many changes and how many added prompts there are."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.llen(keys.changes(self.run_id))
+            pipe.llen(keys.added_prompts(self.run_id))
+            changes, prompts = await pipe.execute()
+        return changes, prompts
+
+    async def begin_step(self, fence: int, state: RunState, *, changed: bool) -> None:
+        """Settle what the step contains of the logs, before its round; `changed`: the queue too.
+
+        Raises StaleFenceError, StepMismatchError.
+        """
+        values = [fence, state.step, _without_queue(state)]
+        if not changed:
+            await self._run(scripts.BEGIN_STEP, [self._state], values)
+            return
+        await self._run(
+            scripts.SETTLE_CHANGES,
+            [self._state, keys.steps(self.run_id), keys.events(self.run_id), *self._queues],
+            [*values, self._queue_argument(state), _KEPT_EVENTS],
         )
 
     async def commit(self, fence: int, state: RunState, record: StepRecord) -> None:
@@ -167,7 +182,7 @@ class RunStore:
         """
         try:
             await self._run(
-                _COMMIT,
+                scripts.COMMIT,
                 [self._state, keys.steps(self.run_id), keys.events(self.run_id), *self._queues],
                 [
                     fence,
@@ -196,7 +211,7 @@ class RunStore:
         ]
         places = [self._state, keys.steps(self.run_id), keys.events(self.run_id), *self._queues]
         await self._run(
-            _REWIND,
+            scripts.REWIND,
             [*places, keys.superseded_steps(self.run_id), *later],
             [fence, state.step, _without_queue(state), self._queue_argument(state)],
         )
@@ -256,9 +271,9 @@ class RunStore:
         entries = [entry for stream in streams for entry in _flat(stream)]
         return [_event(entry_id.decode(), fields) for entry_id, fields in entries]
 
-    async def _run(self, script: str, names: Sequence[str], values: Sequence[Any]) -> None:
+    async def _run(self, script: str, names: Sequence[str], values: Sequence[Any]) -> int:
         try:
-            await self._redis.eval(script, len(names), *names, *values)
+            return int(await self._redis.eval(script, len(names), *names, *values))
         except ResponseError as error:
             text = str(error)
             if "STALE_FENCE" in text:
@@ -287,7 +302,12 @@ def _fields(state: RunState) -> dict[str, str | int]:
         "status": state.status,
         "failure": state.failure,
         "stop_mode": state.stop_mode,
+        "pause_at": "" if state.pause_at is None else state.pause_at,
     }
+
+
+def _number(text: bytes | None) -> int | None:
+    return int(text) if text else None
 
 
 def _event(revision: str, fields: dict[bytes, bytes]) -> StoredEvent:

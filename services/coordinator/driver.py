@@ -12,26 +12,27 @@ order, so the same draws are trained with the same seeds in the same steps.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
+from typing import Any
 
-from rollpacker.data.dataset import DataCursor
 from rollpacker.data.run_data import RunData
 from rollpacker.observability.tracing import span
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown, ScaleDownRules
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
 from rollpacker.round_log import RoundArguments, RoundLog
-from rollpacker.rpc.errors import FailedPreconditionError
-from rollpacker.sampling import response_seeds
+from rollpacker.rpc.errors import ServiceError
 from rollpacker.settings import RunSettings
 from rollpacker.store.draft_store import DraftStore
 from rollpacker.store.records import RunState, StepOutcome, state_to_json
 from rollpacker.store.run_store import RunStore
 from rollpacker.store.sample_stream import SampleStream
+from rollpacker.tasks import end_tasks
 from rollpacker.types import (
     Draw,
     DrawId,
@@ -42,13 +43,17 @@ from rollpacker.types import (
     StepRecord,
     StepResult,
 )
+from rollpacker.v1 import coordinator_service_pb2
 from services.coordinator.alarm_watch import AlarmWatch
+from services.coordinator.changes import change_from_json, settings_in_force, settled
 from services.coordinator.command_runner import CommandRunner, RoundResult
+from services.coordinator.control import RunControl
 from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outcome import finished_record, round_outcome
 from services.coordinator.parallelism import ParallelismPlanner
 from services.coordinator.progress import RoundProgress
+from services.coordinator.prompt_source import PromptSource
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.resuming import Resuming
 from services.coordinator.reward_client import RewardClient
@@ -58,24 +63,20 @@ from services.coordinator.step_files import StepFiles, in_thread
 from services.coordinator.trainer_client import RewindError, TrainerClient
 from services.coordinator.validation import Validator
 
-_STOPS = ("after_step", "immediately")
 _log = logging.getLogger(__name__)
 
 
 class RunDriver:
-    """Drives one run. `run` returns when the run has ended; cancel it to stop at once."""
+    """Drives one run. `run` returns when the run has ended; cancel it to leave the run open."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, control: RunControl) -> None:
         self._context = context
-        self._settings = context.settings
-        self._rules = tail_batching_rules(context.settings)
+        self._control = control
         self._store = RunStore(context.redis, context.run_id)
         self._drafts = DraftStore(context.redis, context.run_id)
-        self._rewards = RewardClient(context.workers, context.settings.reward, context.run_id)
         self._trainer = TrainerClient(
             context.workers, context.settings, context.run_id, context.fence
         )
-        self._sampling = sampling_parameters(context.settings, context.data)
         tail = context.settings.tail_batching
         self._sizes = (
             ParallelismPlanner(tail.tensor_parallel_size, tail.max_tensor_parallel_size)
@@ -83,20 +84,38 @@ class RunDriver:
             else None
         )
         self._alarms = AlarmWatch(self._store)
-        self.validator = Validator(context, self._rewards, self._sampling)
+        self.validator = Validator(context)
         self._files = StepFiles(context)
         self._resuming = Resuming(context, self._trainer, self._files)
-        self.stop_mode = ""
+        self.prompts = PromptSource(context, self._store)
+        self._use(context.settings)
 
     async def run(self) -> str:
         """Go on from the commit point to the end; returns the final status.
 
         Raises ServiceError, RoundFailedError, StaleFenceError: the run cannot go on here.
         """
+        while True:
+            ended = await self._unless_interrupted(self._go_on())
+            if ended:
+                return ended
+            await self._abandon()
+
+    async def save_checkpoint(self) -> int:
+        """SaveCheckpoint; returns the version that it holds."""
+        return await self._trainer.save_checkpoint()
+
+    async def _go_on(self) -> str:
+        """Step after step; a paused run asks nobody until it is resumed."""
+        await self._store.claim(self._context.fence)
+        await self._gate(await self._resuming.load())
+        if self._control.stops:
+            await in_thread(self._context.outputs.finish)
+            return "stopped"
         state = await self._resuming.resume()
-        self.stop_mode = self.stop_mode or state.stop_mode
-        self._open_data(state)
-        while self.stop_mode not in _STOPS:
+        self.prompts.open(state)
+        while await self._gate(state):
+            state = await self._begun(state)
             state = await self._validated(state)
             try:
                 with span("step", is_root=True, run=self._context.run_id, step=state.step):
@@ -106,35 +125,87 @@ class RunDriver:
             if next_state is None:
                 break
             state = next_state
-        ended_early = self.stop_mode in _STOPS or (
-            self.stop_mode == "drain" and self._new_prompts(state, stopping=False) > 0
+        ended_early = self._control.stops or (
+            self._control.drains and self._new_prompts(state, stopping=False) > 0
         )
-        if not ended_early or self.stop_mode == "drain":
+        if not ended_early or self._control.drains:
             await self._validate(state)
         await in_thread(self._context.outputs.finish)
         return "stopped" if ended_early else "succeeded"
 
-    def _open_data(self, state: RunState) -> None:
-        """Refuse data in which the cursor is another place; show what the model sees, as it sees
-        it: most wrong templates are found by looking. Raises FailedPreconditionError."""
-        data = self._context.data
-        if state.data_digest not in ("", data.dataset.digest):
-            raise FailedPreconditionError(
-                "DATA_CHANGED",
-                f"the data of run {state.run_id} is not what it was at its start (now"
-                f" {len(data.dataset)} prompts, digest {data.dataset.digest}, then"
-                f" {state.data_digest}); put the old rows back, or start another run",
-            )
-        taken, _ = data.dataset.take(DataCursor.from_json(state.cursor), 1)
-        if data.overlong:
-            _log.warning("%d over-long prompts are left out", data.overlong)
-        for _, prompt in taken:
-            tokens = len(prompt.token_ids)
-            _log.info("next prompt %s, %d tokens: %r", prompt.prompt_id, tokens, prompt.text)
+    async def _gate(self, state: RunState) -> bool:
+        """Wait while the run is paused; False when no further step may begin."""
+        control = self._control
+        while not control.stops:
+            if not control.pauses(state):
+                return True
+            if control.paused:
+                await control.wait(f"ResumeRun of {state.run_id}, which is paused")
+                continue
+            async with control.lock:
+                control.paused = control.pauses(state)
+                if control.paused:
+                    await self._store.set_status(
+                        self._context.fence, "paused", only_from=("running", "pausing")
+                    )
+        return False
 
-    async def abandon(self, step: int) -> None:
-        """After a cancelled `run`: let the trainer drop the open step."""
-        await self._trainer.abandon_step(step)
+    async def _unless_interrupted(self, work: Coroutine[Any, Any, str]) -> str:
+        """The final status; empty when people wanted the step to end at once."""
+        working = asyncio.create_task(work)
+        interrupted = asyncio.create_task(self._control.interrupted())
+        try:
+            await asyncio.wait({working, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else ""
+        finally:
+            await end_tasks(working, interrupted)
+
+    async def _abandon(self) -> None:
+        """After an interruption: let the trainer, if there is one, drop the open step."""
+        if not self._context.workers.alive(coordinator_service_pb2.WORKER_KIND_TRAINER):
+            return
+        state = await self._resuming.load()
+        try:
+            await self._trainer.abandon_step(state.step)
+        except ServiceError as error:
+            _log.warning("step %d of %s is not abandoned: %s", state.step, state.run_id, error)
+
+    # --- settings and changes -----------------------------------------------------------------
+
+    def _use(self, settings: RunSettings) -> None:
+        """These settings hold from the next round on."""
+        context = self._context
+        self._settings = settings
+        self._rules = tail_batching_rules(settings)
+        self._sampling = sampling_parameters(settings, context.data)
+        self._rewards = RewardClient(context.workers, settings.reward, context.run_id)
+        self.validator.use(self._rewards, self._sampling)
+        self._trainer.use(settings)
+
+    async def _begun(self, state: RunState) -> RunState:
+        """The state with the changes that this step is to contain; settled once for each step."""
+        if state.begun_step != state.step:
+            before = state
+            changes = await self._store.changes_from(state.change_count)
+            _, added_known = await self._store.log_lengths()
+            state = settled(state, [change_from_json(text) for text in changes])
+            state = dataclasses.replace(state, begun_step=state.step, added_known=added_known)
+            self._use(settings_in_force(state))
+            await self.prompts.know(added_known)
+            changed = bool(changes) or state.waiting_settings != before.waiting_settings
+            if changed or added_known != before.added_known:
+                state = dataclasses.replace(state, planned_steps=self._planned_steps(state))
+            await self._store.begin_step(self._context.fence, state, changed=changed)
+            return state
+        self._use(settings_in_force(state))
+        await self.prompts.know(state.added_known)
+        return state
+
+    def _planned_steps(self, state: RunState) -> int:
+        """Steps that data and max_steps allow in all, as it looks now."""
+        left = self.prompts.left(state) + len(state.deferred)
+        by_data = state.step - (-left // self._rules.prompts_per_step)
+        return min(by_data, self._settings.max_steps or by_data)
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -154,24 +225,24 @@ class RunDriver:
 
     def _backlog(self, state: RunState) -> Backlog:
         deferred = tuple(item.draw for item in state.deferred)
-        new_prompts = self._new_prompts(state, stopping=self.stop_mode == "drain")
-        return Backlog(state.step, deferred, new_prompts)
+        waits = bool(state.waiting_settings)  # for the end of the queue
+        new_prompts = self._new_prompts(state, stopping=self._control.drains or waits)
+        return Backlog(state.step, deferred, new_prompts, state.long_round)
 
     def _new_prompts(self, state: RunState, *, stopping: bool) -> int:
         if stopping:
             return 0
-        cursor = DataCursor.from_json(state.cursor)
         max_steps = self._settings.max_steps
         return new_prompt_budget(
             self._rules,
-            data_left=self._context.data.dataset.remaining(cursor),
+            data_left=self.prompts.left(state),
             deferred=len(state.deferred),
             steps_left=max_steps - state.step if max_steps else None,
         )
 
     async def _roll_out(self, state: RunState, planned: RoundPlan, started: float) -> StepOutcome:
         """Run the round; fix in Redis what the step will train and commit."""
-        draws, prompts, cursor = self._draws(state, planned)
+        draws, prompts, after = self.prompts.take(state, planned, self._rules)
         stream = SampleStream(self._context.redis, self._context.run_id, state.step)
         restored = await stream.read_all()
         if self._rules.streams:
@@ -180,45 +251,16 @@ class RunDriver:
         if not self._rules.streams:
             await self._trainer.start_step(state.step)
         outcome = round_outcome(
-            state,
+            after,
             planned,
             result,
-            cursor,
-            self._context.data.dataset.domain_of,
+            self.prompts.domain_of,
             started=started,
             ended=time.time(),
         )
         await self._drafts.save(result.drafts)
         await self._store.save_outcome(state.step, outcome)
         return outcome
-
-    def _draws(
-        self, state: RunState, planned: RoundPlan
-    ) -> tuple[list[Draw], dict[DrawId, Prompt], DataCursor]:
-        """The draws of a round with their seeds, their prompts, and the cursor behind them."""
-        dataset = self._context.data.dataset
-        taken, cursor = dataset.take(DataCursor.from_json(state.cursor), planned.new_prompts)
-        seed, count = self._settings.seed, planned.response_count
-        queued = [
-            draw
-            if self._rules.keeps_seeds
-            else dataclasses.replace(
-                draw, seeds=response_seeds(seed, draw.id, count, attempt=draw.level)
-            )
-            for draw in planned.queued
-        ]
-        new = [
-            Draw(
-                epoch=epoch,
-                prompt_id=prompt.prompt_id,
-                seeds=response_seeds(seed, DrawId(epoch, prompt.prompt_id), count),
-                first_step=state.step,
-            )
-            for epoch, prompt in taken
-        ]
-        draws = [*queued, *new]
-        prompts = {draw.id: dataset.by_id(draw.prompt_id) for draw in draws}
-        return draws, prompts, cursor
 
     async def _run_round(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from google.protobuf.struct_pb2 import Struct
 
 from rollpacker import wire
-from rollpacker.store.records import RunState
+from rollpacker.store.records import DroppedDraw, RunState
 from rollpacker.types import StepRecord
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator.progress import RoundProgress
@@ -17,13 +20,21 @@ _STATES = {
     "succeeded": pb.Run.STATE_SUCCEEDED,
     "failed": pb.Run.STATE_FAILED,
     "stopped": pb.Run.STATE_STOPPED,
+    "queued": pb.Run.STATE_QUEUED,
+    "pausing": pb.Run.STATE_PAUSING,
+    "paused": pb.Run.STATE_PAUSED,
 }
 
 
-def run_message(state: RunState, directory: str) -> pb.Run:
-    """A run as it is reported."""
-    settings = Struct()
-    settings.update(dict(state.settings))
+def run_message(
+    state: RunState,
+    directory: str,
+    *,
+    queue_position: int = 0,
+    change_count: int = 0,
+    added_prompt_count: int = 0,
+) -> pb.Run:
+    """A run as it is reported; the counts are those of its logs."""
     return pb.Run(
         run_id=state.run_id,
         state=_STATES[state.status],
@@ -32,11 +43,24 @@ def run_message(state: RunState, directory: str) -> pb.Run:
         deferred_draw_count=len(state.deferred),
         weights_uri=state.weights_uri,
         failure=state.failure,
-        settings=settings,
+        settings=_struct(state.settings),
+        updated_settings=_struct(state.updated_settings),
+        waiting_settings=_struct(state.waiting_settings),
+        pending_change_count=max(0, change_count - state.change_count),
+        pause_at_step=state.pause_at or 0,
+        queue_position=queue_position,
+        added_prompt_count=added_prompt_count,
+        dropped_draw_count=len(state.dropped),
         planned_steps=state.planned_steps,
         create_time=wire.timestamp_to_proto(state.create_time),
         run_directory=directory,
     )
+
+
+def dropped_message(dropped: DroppedDraw) -> pb.DroppedDraw:
+    """A draw that will not be trained."""
+    draw = wire.draw_to_proto(dropped.item.draw)
+    return pb.DroppedDraw(draw=draw, reason=dropped.reason, step=dropped.step)
 
 
 def step_message(record: StepRecord) -> pb.Step:
@@ -76,3 +100,9 @@ def worker_message(worker: Worker) -> pb.Worker:
         engine_stats=wire.engine_stats_to_proto(stats) if stats else None,
         lease_expire_time=wire.timestamp_to_proto(worker.lease_end),
     )
+
+
+def _struct(values: Mapping[str, Any]) -> Struct:
+    struct = Struct()
+    struct.update(dict(values))
+    return struct

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from rollpacker.data.dataset import DataCursor
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, StepOutcome
@@ -26,20 +25,22 @@ def round_outcome(
     state: RunState,
     planned: RoundPlan,
     result: RoundResult,
-    cursor: DataCursor,
     domain_of: DomainOf,
     *,
     started: float,
     ended: float,
 ) -> StepOutcome:
-    """What the step will train and commit. Times are seconds since the Unix epoch."""
+    """What the step will train and commit; `state` is behind the prompts that it took.
+
+    Times are seconds since the Unix epoch.
+    """
     finish, groups = result.finish, result.groups
     after = dataclasses.replace(
         state,
         step=state.step + 1,
         weight_version=state.weight_version + 1,
         weights_uri="",
-        cursor=cursor.to_json(),
+        long_round=False,
         deferred=_next_queue(state, planned, finish),
         totals=add_domains(next_totals(state.totals, groups, finish), groups, domain_of),
     )

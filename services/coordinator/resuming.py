@@ -31,9 +31,8 @@ class Resuming:
         self._store = RunStore(context.redis, context.run_id)
 
     async def resume(self) -> RunState:
-        """Claim the run and bring state, trainer and outputs to one point."""
-        await self._store.claim(self._context.fence)
-        state = await self._load()
+        """Bring state, trainer and outputs of a claimed run to one point."""
+        state = await self.load()
         opened = await self._trainer.open_run()
         state = await self.reconcile(state, opened)
         if state.step:
@@ -64,13 +63,18 @@ class Resuming:
             snapshot.step,
         )
         snapshot = dataclasses.replace(
-            snapshot, status=state.status, stop_mode=state.stop_mode, weights_uri=opened.weights_uri
+            snapshot,
+            status=state.status,
+            stop_mode=state.stop_mode,
+            pause_at=state.pause_at,
+            weights_uri=opened.weights_uri,
         )
         await self._store.rewind(self._context.fence, snapshot)
         self._context.outputs.supersede_from(snapshot.step)
         return snapshot
 
-    async def _load(self) -> RunState:
+    async def load(self) -> RunState:
+        """The commit point."""
         state = await self._store.load()
         assert state is not None, "a run is created before it is driven"
         return state

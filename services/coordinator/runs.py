@@ -1,11 +1,14 @@
 """The runs of a coordinator: at most one is driven at a time, under the lease.
 
-    (no run) --StartRun--> driving --run ended--> succeeded | stopped | failed
-                 ^            |
-                 +- restart --+   a coordinator that comes back goes on with the run it finds open
+    (no run) --StartRun--> running --run ended--> succeeded | stopped | failed
+       |                    ^   ^
+       +--queue--> queued --+   +- restart: a coordinator that comes back goes on with the run that
+                                   it finds open (running, pausing, paused or stopping)
 
-`Runs` owns the lease, the driver's task and the live progress. Losing the lease ends the process:
-another coordinator is at work, and every later write of this one would be refused.
+`Runs` owns the lease, the queue, the driver's task and the live progress; what people ask of a run
+that is under way is in `operations.py`. A run that is open is the active one, also while it is
+paused; when it has ended, the next of the queue starts. Losing the lease ends the process: another
+coordinator is at work, and every later write of this one would be refused.
 """
 
 from __future__ import annotations
@@ -15,14 +18,13 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from rollpacker.data.errors import DataError
-from rollpacker.data.run_data import RunData, load_run_data
 from rollpacker.rpc.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -31,28 +33,42 @@ from rollpacker.rpc.errors import (
     ServiceError,
     UnavailableError,
 )
-from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
+from rollpacker.rpc.waiting import told_while_waiting
+from rollpacker.settings import RunSettings
 from rollpacker.store.lease import CoordinatorLease
 from rollpacker.store.records import LayoutError, RunState
+from rollpacker.store.run_queue import RunQueue
 from rollpacker.store.run_store import RunStore, StaleFenceError, list_run_ids
 from rollpacker.tasks import end_tasks
 from services.coordinator.command_runner import RoundFailedError
+from services.coordinator.control import RunControl
 from services.coordinator.driver import RunDriver
 from services.coordinator.outputs import RunDirectoryError, RunOutputs
 from services.coordinator.progress import RoundProgress
 from services.coordinator.run_context import RunContext
+from services.coordinator.run_values import difference, load_data, parse, planned_steps
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.validation import Measurement
 from services.coordinator.workers import WorkerRegistry
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-_OPEN = ("running", "stopping")
+OPEN = ("running", "pausing", "paused", "stopping")
 _STANDBY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
 class LeaseLostError(Exception):
     """Another coordinator has taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRun:
+    """The run that is driven; its data may still be loading, then the rest is None."""
+
+    run_id: str
+    driver: RunDriver | None = None
+    control: RunControl | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class Runs:
@@ -67,11 +83,11 @@ class Runs:
         self._lease = CoordinatorLease(
             redis, settings.coordinator_id, settings.coordinator_lease_seconds
         )
+        self._queue = RunQueue(redis)
         self._fence: int | None = None
-        self._active: str = ""
+        self._active: ActiveRun | None = None
         self._scanned = asyncio.Event()  # an open run would have been found by now
-        self._driver: RunDriver | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()  # a run has ended, or waits for its turn
         self.progress: RoundProgress | None = None  # of the active run
 
     # --- the life of the process --------------------------------------------------------------
@@ -82,62 +98,89 @@ class Runs:
         Raises LeaseLostError.
         """
         fence = await self._take_lease()
+        tasks = [asyncio.create_task(self._hold_lease(fence)), asyncio.create_task(self._serve())]
         try:
-            await self._resume_open_run()
-            self._scanned.set()
-            while True:
-                await asyncio.sleep(self._settings.coordinator_lease_seconds / 3)
-                if not await self._lease.renew(fence):
-                    raise LeaseLostError(
-                        f"coordinator {self._settings.coordinator_id} has lost its lease:"
-                        " it ran out, or another one has taken over"
-                    )
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
             try:
-                await self._halt()
+                await end_tasks(*tasks, self._active.task if self._active else None)
             finally:
                 await self._lease.release(fence)
 
+    async def _hold_lease(self, fence: int) -> None:
+        while True:
+            if not await self._lease.renew(fence):
+                raise LeaseLostError(
+                    f"coordinator {self._settings.coordinator_id} has lost its lease:"
+                    " it ran out, or another one has taken over"
+                )
+            await asyncio.sleep(self._settings.coordinator_lease_seconds / 3)
+
     async def _take_lease(self) -> int:
-        while (fence := await self._lease.acquire()) is None:
-            _log.info("standing by: another coordinator holds the lease")
-            await asyncio.sleep(_STANDBY_SECONDS)
+        async with told_while_waiting("the lease, which another coordinator holds"):
+            while True:
+                fence = await self._lease.acquire()
+                if fence is not None:
+                    break
+                await asyncio.sleep(_STANDBY_SECONDS)
         self._fence = fence
         _log.info("coordinating with fence %d", fence)
         return fence
 
-    async def _resume_open_run(self) -> None:
+    async def _serve(self) -> None:
+        """Go on with the run that is open; then, whenever none is, with the next of the queue."""
         for run_id in await list_run_ids(self._redis):
             state = await self._readable(run_id)
-            if state is None or state.status not in _OPEN or self._active:
-                continue
-            _log.info("going on with run %s at step %d", run_id, state.step)
-            self._active = run_id  # before the next await: a StartRun must see it
-            try:
-                await self._begin(state)
-            except ServiceError as error:
-                self._active = ""
-                await self._set_failed(run_id, str(error))
+            if state is not None and state.status in OPEN and self._active is None:
+                _log.info("going on with run %s at step %d", run_id, state.step)
+                await self._begin_or_fail(run_id)
+        self._scanned.set()
+        while True:
+            self._wake.clear()
+            first = await self._queue.first() if self._active is None else None
+            if first is None:
+                await self._wake.wait()
+            else:
+                await self._start_queued(first)
 
-    async def _halt(self) -> None:
-        """Stop driving; the run stays open and is resumed by the next coordinator."""
-        await end_tasks(self._task)
+    async def _start_queued(self, run_id: str) -> None:
+        if self._active is not None:
+            return  # StartRun was faster
+        self._active = ActiveRun(run_id)
+        store, fence = RunStore(self._redis, run_id), self.fence()
+        if await store.set_status(fence, "running", only_from=("queued",)):
+            _log.info("it is the turn of run %s", run_id)
+            await self._begin_or_fail(run_id)
+        else:
+            self._active = None
+        await self._queue.remove(run_id)
+
+    async def _begin_or_fail(self, run_id: str) -> None:
+        self._active = ActiveRun(run_id)  # before the first await: a StartRun must see it
+        try:
+            await self._begin(run_id)
+        except ServiceError as error:
+            await self._set_failed(run_id, str(error))
+            self._active = None
 
     # --- what the RPCs ask for ----------------------------------------------------------------
 
     async def start(
-        self, run_id: str, values: Mapping[str, Any], *, validate_only: bool
+        self, run_id: str, values: Mapping[str, Any], *, validate_only: bool, queue: bool = False
     ) -> RunState:
         """StartRun. Raises InvalidArgumentError, AlreadyExistsError, FailedPreconditionError."""
         if not _RUN_ID.fullmatch(run_id):
             raise InvalidArgumentError.field(
                 "run_id", f"{run_id!r} is not 1 to 64 of a-z, 0-9, - and _; choose such a name"
             )
-        settings = _parse(values)
+        settings = parse(values)
         resolved = settings.model_dump(mode="json")
         if validate_only:
             return await self._new_state(run_id, settings)
-        self._require_lease()
+        self.fence()
         await self._scanned.wait()
         store = RunStore(self._redis, run_id)
         state = await self._load(run_id)
@@ -145,54 +188,41 @@ class Runs:
             raise AlreadyExistsError(
                 "SETTINGS_DIFFER",
                 f"run {run_id} exists with other settings"
-                f" ({_difference(state.settings, resolved)}); choose another run_id",
+                f" ({difference(state.settings, resolved)}); choose another run_id",
             )
-        if state is not None and (state.status == "succeeded" or run_id == self._active):
+        if state is not None and (
+            state.status in ("succeeded", "queued") or self.is_active(run_id)
+        ):
             return state
+        if self._active is not None and queue:
+            return await self._enqueue(store, settings)
         self._require_idle()
-        self._active = run_id  # before the first await: a second StartRun must see it
+        self._active = active = ActiveRun(run_id)  # before the first await, as above
         try:
             return await self._create_and_begin(store, settings)
         except BaseException:
-            if self._task is None:
-                self._active = ""
+            if self._active is active and active.task is None:
+                self._active = None
             raise
 
-    async def stop(self, run_id: str, mode: str) -> RunState:
-        """StopRun; mode is after_step, drain or immediately. Raises NotFoundError."""
-        state = await self.get(run_id)
-        if run_id != self._active or self._driver is None or state.status not in _OPEN:
-            return state
-        driver = self._driver
-        driver.stop_mode = mode
-        await RunStore(self._redis, run_id).set_status(
-            self._require_lease(), "stopping", stop_mode=mode
-        )
-        if mode == "immediately":
-            await self._stop_at_once(run_id, driver)
-        return await self.get(run_id)
-
-    async def _stop_at_once(self, run_id: str, driver: RunDriver) -> None:
-        await end_tasks(self._task)
-        state = await self.get(run_id)
-        if state.status not in _OPEN:  # it came to its end by itself
-            return
-        try:
-            await driver.abandon(state.step)
-        except ServiceError as error:
-            _log.warning("step %d of run %s is not abandoned: %s", state.step, run_id, error)
-        await RunStore(self._redis, run_id).set_status(self._require_lease(), "stopped")
+    async def _enqueue(self, store: RunStore, settings: RunSettings) -> RunState:
+        await store.create(await self._new_state(store.run_id, settings))
+        await self._queue.add(store.run_id)
+        await store.set_status(self.fence(), "queued")
+        self._wake.set()
+        return await self.get(store.run_id)
 
     async def evaluate(self, run_id: str) -> Measurement:
         """RunEvaluation. Raises NotFoundError, FailedPreconditionError."""
         await self.get(run_id)
-        if run_id != self._active or self._driver is None:
+        active = self.active(run_id)
+        if active is None or active.driver is None:
             raise FailedPreconditionError(
                 "RUN_NOT_ACTIVE",
                 f"run {run_id} is not being driven; its measurements are in validation.jsonl, and"
                 " StartRun with the same settings goes on with one that was stopped",
             )
-        return await self._driver.validator.request()
+        return await active.driver.validator.request()
 
     async def get(self, run_id: str) -> RunState:
         """The committed state of a run. Raises NotFoundError, FailedPreconditionError."""
@@ -232,7 +262,7 @@ class Runs:
     @property
     def active_run_id(self) -> str:
         """The run that is being driven here, or ""."""
-        return self._active
+        return self._active.run_id if self._active else ""
 
     @property
     def holds_lease(self) -> bool:
@@ -241,32 +271,56 @@ class Runs:
 
     def is_active(self, run_id: str) -> bool:
         """Whether the run is being driven here."""
-        return run_id == self._active
+        return self.active(run_id) is not None
+
+    def active(self, run_id: str) -> ActiveRun | None:
+        """The run, if it is being driven here."""
+        return self._active if self._active and self._active.run_id == run_id else None
+
+    async def queue_position(self, run_id: str) -> int:
+        """Of a run that waits, from 1."""
+        return await self._queue.position(run_id)
+
+    async def leave_queue(self, run_id: str) -> bool:
+        """Whether the run was waiting; it is stopped now."""
+        store = RunStore(self._redis, run_id)
+        left = await store.set_status(self.fence(), "stopped", only_from=("queued",))
+        await self._queue.remove(run_id)
+        return left
+
+    def fence(self) -> int:
+        """Of the lease. Raises UnavailableError (STANDBY)."""
+        if self._fence is None:
+            raise UnavailableError(
+                "STANDBY", "this coordinator stands by: another one holds the lease"
+            )
+        return self._fence
 
     # --- driving ------------------------------------------------------------------------------
 
     async def _new_state(self, run_id: str, settings: RunSettings) -> RunState:
         """The first state of a run. Reads its data: what is wrong there is found now."""
-        data = await asyncio.to_thread(_load_data, settings)
-        steps = _planned_steps(settings, len(data.dataset))
+        data = await asyncio.to_thread(load_data, settings)
+        steps = planned_steps(settings, len(data.dataset))
         resolved = settings.model_dump(mode="json")
         digest = data.dataset.digest
         return RunState(run_id, resolved, time.time(), planned_steps=steps, data_digest=digest)
 
     async def _create_and_begin(self, store: RunStore, settings: RunSettings) -> RunState:
         await store.create(await self._new_state(store.run_id, settings))
-        await store.set_status(self._require_lease(), "running")
-        state = await self.get(store.run_id)
+        await store.set_status(self.fence(), "running")
         try:
-            await self._begin(state)
+            await self._begin(store.run_id)
         except ServiceError as error:
             await self._set_failed(store.run_id, str(error))
             raise
-        return state
+        return await self.get(store.run_id)
 
-    async def _begin(self, state: RunState) -> None:
-        settings = _parse(state.settings)
-        data = await asyncio.to_thread(_load_data, settings)
+    async def _begin(self, run_id: str) -> None:
+        state = await self.get(run_id)
+        settings = parse(state.settings)
+        data = await asyncio.to_thread(load_data, settings)
+        state = await self.get(run_id)  # it may be paused or stopped by now
         try:
             outputs = RunOutputs(
                 self.directory(state.run_id),
@@ -283,15 +337,16 @@ class Runs:
             redis=self._redis,
             workers=self._workers,
             outputs=outputs,
-            fence=self._require_lease(),
+            fence=self.fence(),
             on_progress=self._set_progress,
         )
-        self._active = state.run_id
-        self._driver = RunDriver(context)
-        self._task = asyncio.create_task(self._drive(self._driver, state.run_id))
+        control = RunControl(state)
+        driver = RunDriver(context, control)
+        task = asyncio.create_task(self._drive(driver, control, run_id))
+        self._active = ActiveRun(run_id, driver, control, task)
 
-    async def _drive(self, driver: RunDriver, run_id: str) -> None:
-        store, fence = RunStore(self._redis, run_id), self._require_lease()
+    async def _drive(self, driver: RunDriver, control: RunControl, run_id: str) -> None:
+        store, fence = RunStore(self._redis, run_id), self.fence()
         try:
             status = await driver.run()
             await store.set_status(fence, status)
@@ -310,68 +365,23 @@ class Runs:
             raise
         finally:
             driver.validator.refuse_request()
-            self._active, self._driver, self._task, self.progress = "", None, None, None
+            self._active, self.progress = None, None
+            control.end()
+            self._wake.set()
 
     async def _set_failed(self, run_id: str, reason: str) -> None:
         try:
-            await RunStore(self._redis, run_id).set_status(
-                self._require_lease(), "failed", failure=reason
-            )
+            await RunStore(self._redis, run_id).set_status(self.fence(), "failed", failure=reason)
         except (RedisError, StaleFenceError) as error:
             _log.error("the failure of run %s cannot be recorded: %s", run_id, error)
 
     def _set_progress(self, progress: RoundProgress) -> None:
         self.progress = progress
 
-    def _require_lease(self) -> int:
-        if self._fence is None:
-            raise UnavailableError(
-                "STANDBY", "this coordinator stands by: another one holds the lease"
-            )
-        return self._fence
-
     def _require_idle(self) -> None:
         if self._active:
             raise FailedPreconditionError(
-                "RUN_ACTIVE", f"run {self._active} is active; stop it or wait for its end"
+                "RUN_ACTIVE",
+                f"run {self._active.run_id} is active; stop it, wait for its end, or let this one"
+                " wait for its turn (`queue`)",
             )
-
-
-def _parse(values: Mapping[str, Any]) -> RunSettings:
-    try:
-        return parse_run_settings(values)
-    except SettingsError as error:
-        raise InvalidArgumentError(
-            "INVALID_SETTINGS",
-            f"the settings are wrong: {error}",
-            violations=[(f"settings.{name}", what) for name, what in error.problems],
-        ) from error
-
-
-def _load_data(settings: RunSettings) -> RunData:
-    try:
-        return load_run_data(settings)
-    except DataError as error:
-        raise InvalidArgumentError.field("settings.data", str(error)) from error
-
-
-def _planned_steps(settings: RunSettings, prompt_count: int) -> int:
-    per_step = settings.tail_batching.prompts_per_step
-    by_data = -(-prompt_count * settings.data.epochs // per_step)
-    return min(by_data, settings.max_steps) if settings.max_steps else by_data
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The names of the settings that differ, dotted."""
-    names = _flat(old).items() ^ _flat(new).items()
-    return ", ".join(sorted({name for name, _ in names}))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = repr(value)
-    return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,15 +12,14 @@ from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 
 from rollpacker import wire
-from rollpacker.rpc.errors import InvalidArgumentError, NotFoundError, OutOfRangeError
-from rollpacker.store.records import RunState
+from rollpacker.rpc.errors import InvalidArgumentError, OutOfRangeError
 from rollpacker.store.run_store import StoredEvent
 from rollpacker.v1 import coordinator_service_pb2 as pb
-from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from services.coordinator import messages
-from services.coordinator.outputs import read_step_samples
+from services.coordinator.control_server import ControlServicer
 from services.coordinator.regrade import regrade_samples
 from services.coordinator.runs import Runs
+from services.coordinator.samples_page import samples_page
 from services.coordinator.workers import WorkerRegistry
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
@@ -28,37 +28,29 @@ _MAX_PAGE = 1000
 _DEFAULT_PAGE = 100
 _POLL_SECONDS = 0.5
 _ENDED = ("succeeded", "failed", "stopped")
-_STOP_MODES = {
-    pb.STOP_MODE_UNSPECIFIED: "after_step",
-    pb.STOP_MODE_AFTER_STEP: "after_step",
-    pb.STOP_MODE_DRAIN: "drain",
-    pb.STOP_MODE_IMMEDIATELY: "immediately",
-}
 
 
-class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
-    """See coordinator_service.proto."""
+class CoordinatorServicer(ControlServicer):
+    """See coordinator_service.proto; the calls that change a run are in `control_server`."""
 
     def __init__(self, runs: Runs, workers: WorkerRegistry) -> None:
-        self._runs = runs
+        super().__init__(runs)
         self._workers = workers
 
     async def StartRun(self, request: pb.StartRunRequest, context: _Context) -> pb.StartRunResponse:
         values = json_format.MessageToDict(request.settings)
-        state = await self._runs.start(request.run_id, values, validate_only=request.validate_only)
-        return pb.StartRunResponse(run=self._run(state))
+        state = await self._runs.start(
+            request.run_id, values, validate_only=request.validate_only, queue=request.queue
+        )
+        return pb.StartRunResponse(run=await self._run(state))
 
     async def GetRun(self, request: pb.GetRunRequest, context: _Context) -> pb.GetRunResponse:
-        return pb.GetRunResponse(run=self._run(await self._runs.get(request.run_id)))
+        return pb.GetRunResponse(run=await self._run(await self._runs.get(request.run_id)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: _Context) -> pb.ListRunsResponse:
-        return pb.ListRunsResponse(runs=[self._run(state) for state in await self._runs.list()])
-
-    async def StopRun(self, request: pb.StopRunRequest, context: _Context) -> pb.StopRunResponse:
-        if request.mode not in _STOP_MODES:
-            raise InvalidArgumentError.field("mode", f"{request.mode} is unknown")
-        state = await self._runs.stop(request.run_id, _STOP_MODES[request.mode])
-        return pb.StopRunResponse(run=self._run(state))
+        return pb.ListRunsResponse(
+            runs=[await self._run(state) for state in await self._runs.list()]
+        )
 
     async def ListSteps(
         self, request: pb.ListStepsRequest, context: _Context
@@ -81,21 +73,18 @@ class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
         self, request: pb.ListSamplesRequest, context: _Context
     ) -> pb.ListSamplesResponse:
         state = await self._runs.get(request.run_id)
-        groups = read_step_samples(self._runs.directory(request.run_id), request.step)
-        if groups is None:
-            raise NotFoundError(
-                "STEP_NOT_FOUND",
-                f"run {request.run_id} has no samples of step {request.step};"
-                f" {state.step} steps are committed",
-            )
-        return pb.ListSamplesResponse(groups=[wire.prompt_group_to_proto(g) for g in groups])
+        directory = self._runs.directory(request.run_id)
+        return await asyncio.to_thread(samples_page, directory, state.step, request)
 
     async def ListDeferredDraws(
         self, request: pb.ListDeferredDrawsRequest, context: _Context
     ) -> pb.ListDeferredDrawsResponse:
         state = await self._runs.get(request.run_id)
         queue = sorted(state.deferred, key=lambda item: -item.draw.level)
-        return pb.ListDeferredDrawsResponse(draws=[wire.draw_to_proto(item.draw) for item in queue])
+        return pb.ListDeferredDrawsResponse(
+            draws=[wire.draw_to_proto(item.draw) for item in queue],
+            dropped=[messages.dropped_message(dropped) for dropped in state.dropped],
+        )
 
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: _Context
@@ -161,9 +150,6 @@ class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
             ],
         )
 
-    def _run(self, state: RunState) -> pb.Run:
-        return messages.run_message(state, str(self._runs.directory(state.run_id)))
-
     async def _first_revision(self, request: pb.WatchRunRequest) -> str:
         if not request.after_revision:
             return "0-0"
@@ -174,6 +160,13 @@ class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
                 "REVISION_COMPACTED",
                 f"events up to {oldest} are gone; watch from after_revision {oldest}",
             )
+        newest = await self._runs.store(request.run_id).last_revision()
+        if after > _revision_key(newest):
+            raise OutOfRangeError(
+                "REVISION_UNKNOWN",
+                f"{request.after_revision} is after the newest event, {newest}: the run was"
+                " started anew since; watch from the start",
+            )
         return request.after_revision
 
     async def _watch_message(self, run_id: str, event: StoredEvent) -> pb.WatchRunResponse:
@@ -183,7 +176,7 @@ class CoordinatorServicer(pb_grpc.CoordinatorServiceServicer):
         if event.record is not None:
             message.step_finished.CopyFrom(messages.step_message(event.record))
         else:
-            message.run_changed.CopyFrom(self._run(await self._runs.get(run_id)))
+            message.run_changed.CopyFrom(await self._run(await self._runs.get(run_id)))
         return message
 
 

@@ -54,6 +54,12 @@ class TrainerClient:
         self._settings = settings
         self._run_id = run_id
         self._fence = fence
+        self.use(settings)
+
+    def use(self, settings: RunSettings) -> None:
+        """Steps that start from now on have these values; the run stays open as it was opened."""
+        self._learning_rate = settings.trainer.learning_rate
+        self._temperature = settings.sampling.temperature
 
     async def open_run(self) -> trainer_service_pb2.OpenRunResponse:
         """Prepare the trainer for the run; returns the weights that it has."""
@@ -71,7 +77,12 @@ class TrainerClient:
     async def start_step(self, step: int) -> None:
         """Let gradients of a step accumulate. Raises RewindError."""
         request = trainer_service_pb2.StartStepRequest(
-            run_id=self._run_id, step=step, weight_version=step, fence=self._fence
+            run_id=self._run_id,
+            step=step,
+            weight_version=step,
+            fence=self._fence,
+            learning_rate=self._learning_rate,
+            temperature=self._temperature,
         )
         await self._repaired(
             step, lambda stub: stub.StartStep(request, timeout=_SHORT_SECONDS), "StartStep"
@@ -102,6 +113,26 @@ class TrainerClient:
         await self._call(
             lambda stub: stub.AbandonStep(request, timeout=_SHORT_SECONDS), "AbandonStep", 5.0
         )
+
+    async def save_checkpoint(self) -> int:
+        """Have a checkpoint written of the weights as they are; returns their version."""
+        request = trainer_service_pb2.TrainerServiceSaveCheckpointRequest(
+            run_id=self._run_id, fence=self._fence
+        )
+
+        def save(
+            stub: TrainerServiceAsyncStub,
+        ) -> Awaitable[trainer_service_pb2.TrainerServiceSaveCheckpointResponse]:
+            return stub.SaveCheckpoint(request, timeout=_OPEN_SECONDS)
+
+        try:
+            answer = await self._call(save, "SaveCheckpoint")
+        except FailedPreconditionError as error:
+            if error.reason not in _REOPEN:
+                raise
+            await self.open_run()
+            answer = await self._call(save, "SaveCheckpoint")
+        return answer.weight_version
 
     async def _repaired(
         self, step: int, make: Callable[[TrainerServiceAsyncStub], Awaitable[Result]], what: str

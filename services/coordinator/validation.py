@@ -51,14 +51,16 @@ class Measurement:
 class Validator:
     """Measures weights on the held-out sets of a run."""
 
-    def __init__(
-        self, context: RunContext, rewards: RewardClient, sampling: SamplingParameters
-    ) -> None:
+    def __init__(self, context: RunContext) -> None:
+        """`use` comes before the first measurement."""
         self._context = context
-        self._rewards = rewards
         self._settings = context.settings.validation
-        self._sampling = dataclasses.replace(sampling, temperature=self._settings.temperature)
         self._request: asyncio.Future[Measurement] | None = None
+
+    def use(self, rewards: RewardClient, sampling: SamplingParameters) -> None:
+        """Measure so from now on: as training rounds sample, but for the temperature."""
+        self._rewards = rewards
+        self._sampling = dataclasses.replace(sampling, temperature=self._settings.temperature)
 
     @property
     def is_requested(self) -> bool:

@@ -76,6 +76,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.token_seconds = 0.0
         self.slots = 6
         self.group_count = 0  # streams so far
+        self.sampled: list[tuple[int, str, float, int]] = []  # step, prompt, temperature, cap
 
     def _check_fence(self, fence: int) -> None:
         if fence < self.fence:
@@ -121,6 +122,15 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         if self.spec.tensor_parallel_size == 1:
             self.preempts += 1  # every group more than the last one
             self.preemption_count += self.preempts
+        sampling = request.sampling
+        self.sampled.append(
+            (
+                request.step,
+                request.draw.prompt_id,
+                sampling.temperature,
+                sampling.max_response_tokens,
+            )
+        )
         try:
             for index in [i for i in open_ones if held[i] == len(whole[i])]:
                 yield self._finished(request, index, whole[index], taken_over, accepted)
@@ -200,8 +210,19 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
         self.failing = False  # every call does, for good
         self.flipped = False  # right is wrong
         self.never_right = False
+        self.asked = asyncio.Event()  # a call has come since `hold`
+        self._gate: asyncio.Event | None = None
+
+    def hold(self) -> asyncio.Event:
+        """From now on calls wait until the event is set."""
+        self.asked.clear()
+        self._gate = asyncio.Event()
+        return self._gate
 
     async def ScoreResponse(self, request: Any, context: Any) -> Any:
+        self.asked.set()
+        if self._gate is not None:
+            await self._gate.wait()
         if self.unavailable:
             self.unavailable -= 1
             raise UnavailableError("AWAY", "try again")
@@ -225,15 +246,24 @@ class TrainerDisk:
 class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
     def __init__(self, redis: Redis, disk: TrainerDisk) -> None:
         self._redis = redis
-        self.disk = disk
+        self.disk = disk  # of the open run
+        self.disks: dict[str, TrainerDisk] = {}  # of the others
+        self.run_id = ""
         self.version: int | None = None
         self.open_step: int | None = None
         self.crash_after_update = 0
+        self.values: dict[int, tuple[float, float]] = {}  # learning rate, temperature by step
+        self.saved: list[int] = []  # versions of SaveCheckpoint
 
     def restart(self) -> None:
         self.version, self.open_step = None, None
 
     async def OpenRun(self, request: Any, context: Any) -> Any:
+        if request.run_id != self.run_id:
+            self.restart()
+            self.disks[self.run_id] = self.disk
+            self.run_id = request.run_id
+            self.disk = self.disks.get(self.run_id, TrainerDisk())
         self.version = max(self.disk.snapshots, default=0)
         return trainer_service_pb2.OpenRunResponse(
             weight_version=self.version,
@@ -247,7 +277,14 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         if self.version not in (request.step, request.step + 1):
             raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", f"at {self.version}")
         self.open_step = request.step
+        self.values[request.step] = (request.learning_rate, request.temperature)
         return trainer_service_pb2.StartStepResponse()
+
+    async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
+        if self.version is None:
+            raise FailedPreconditionError("RUN_NOT_OPEN", "OpenRun comes first")
+        self.saved.append(self.version)
+        return trainer_service_pb2.TrainerServiceSaveCheckpointResponse(weight_version=self.version)
 
     async def FinishStep(self, request: Any, context: Any) -> Any:
         draws = tuple(wire.draw_from_proto(draw) for draw in request.draws)

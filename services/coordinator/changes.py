@@ -1,0 +1,202 @@
+"""What people may change of a run while it is under way, and what a change does. Pure.
+
+A change stands in the run's log (`RunStore.append_change`) until a step begins; `settled` then
+gives the state that contains it. So the same log gives the same state after a crash, and again
+after a rewind. Each change may be taken twice without further effect.
+
+Temperature and the cap of a response are part of what a deferred draw means: its seeds replay a
+response only under the same. Such an update waits in the state until the queue is empty; until then
+no new prompts are drawn (`RunDriver`). So does one that takes the last deferral level away.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rollpacker.settings import RunSettings, SettingsError, merge_settings, parse_run_settings
+from rollpacker.store.records import DroppedDraw, RunState
+from rollpacker.types import DeferredDraw, DrawId
+
+UPDATABLE = (
+    "max_steps",
+    "reward.attempts",
+    "reward.timeout_seconds",
+    "reward.unavailable_seconds",
+    "sampling.max_response_tokens",
+    "sampling.temperature",
+    "tail_batching.carry_over_max_tokens",
+    "tail_batching.deferral_levels",
+    "tail_batching.max_deferral_age",
+    "tail_batching.speculation_factors",
+    "trainer.learning_rate",
+    "validation.interval",
+)
+_OF_DRAWS = ("sampling.max_response_tokens", "sampling.temperature")
+_LADDER = ("tail_batching.deferral_levels", "tail_batching.speculation_factors")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """New values of settings, nested as in a run file."""
+
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ForceLongRound:
+    """The next round is a long one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequeueDraws:
+    """Move draws to the front of a level; dropped ones come back."""
+
+    draws: tuple[DrawId, ...]
+    level: int  # from 1
+
+
+@dataclass(frozen=True, slots=True)
+class DropDraws:
+    """Take draws out of the queue."""
+
+    draws: tuple[DrawId, ...]
+    reason: str
+
+
+Change = UpdateSettings | ForceLongRound | RequeueDraws | DropDraws
+_KINDS = {kind.__name__: kind for kind in (UpdateSettings, ForceLongRound, RequeueDraws, DropDraws)}
+
+
+def change_to_json(change: Change) -> str:
+    """For the log."""
+    return json.dumps({"kind": type(change).__name__, **asdict(change)})
+
+
+def change_from_json(text: str) -> Change:
+    """The inverse of `change_to_json`."""
+    values = json.loads(text)
+    kind = _KINDS[values.pop("kind")]
+    if "draws" in values:
+        values["draws"] = tuple(DrawId(*draw) for draw in values["draws"])
+    change: Change = kind(**values)
+    return change
+
+
+def settings_in_force(state: RunState) -> RunSettings:
+    """The settings of the run with what was updated."""
+    return parse_run_settings(merge_settings(state.settings, state.updated_settings))
+
+
+def checked_update(state: RunState, later: Sequence[Change], values: Mapping[str, Any]) -> Change:
+    """An update as it may be logged, after the changes that the log holds already.
+
+    Raises SettingsError for what may not be changed, or does not fit.
+    """
+    refused = [name for name in _names(values) if name not in UPDATABLE]
+    if refused:
+        problem = f"may not be changed while the run is under way; may: {', '.join(UPDATABLE)}"
+        raise SettingsError([(name, problem) for name in refused])
+    if not values:
+        raise SettingsError([("settings", f"is empty; give one or more of {', '.join(UPDATABLE)}")])
+    merged = merge_settings(state.settings, state.updated_settings)
+    merged = merge_settings(merged, state.waiting_settings)
+    for change in later:
+        if isinstance(change, UpdateSettings):
+            merged = merge_settings(merged, change.settings)
+    whole = parse_run_settings(merge_settings(merged, values)).model_dump(mode="json")
+    return UpdateSettings(_picked(whole, _names(values)))
+
+
+def settled(state: RunState, changes: Iterable[Change]) -> RunState:
+    """The state with these changes, the next ones of the log."""
+    for change in changes:
+        state = replace(_changed(state, change), change_count=state.change_count + 1)
+    if state.waiting_settings and not state.deferred:
+        updated = merge_settings(state.updated_settings, state.waiting_settings)
+        state = replace(state, updated_settings=updated, waiting_settings={})
+    return _within_levels(replace(state, long_round=state.long_round and bool(state.deferred)))
+
+
+def known_draws(state: RunState) -> dict[DrawId, DeferredDraw]:
+    """The deferred draws and the dropped ones."""
+    items = [*state.deferred, *(dropped.item for dropped in state.dropped)]
+    return {item.draw.id: item for item in items}
+
+
+def _changed(state: RunState, change: Change) -> RunState:
+    match change:
+        case UpdateSettings(settings):
+            return _updated(state, settings)
+        case ForceLongRound():
+            return replace(state, long_round=True)
+        case RequeueDraws(draws, level):
+            return _requeued(state, draws, level)
+        case DropDraws(draws, reason):
+            gone = [item for item in state.deferred if item.draw.id in draws]
+            kept = tuple(item for item in state.deferred if item.draw.id not in draws)
+            dropped = [DroppedDraw(item, reason, state.step) for item in gone]
+            return replace(state, deferred=kept, dropped=(*state.dropped, *dropped))
+
+
+def _updated(state: RunState, values: Mapping[str, Any]) -> RunState:
+    names = list(_names(values))
+    waiting = [name for name in names if name in _OF_DRAWS]
+    whole = merge_settings(merge_settings(state.settings, state.updated_settings), values)
+    if parse_run_settings(whole).tail_batching.resolved_levels == 0:
+        waiting += [name for name in names if name in _LADDER]
+    at_once = [name for name in names if name not in waiting]
+    return replace(
+        state,
+        updated_settings=merge_settings(state.updated_settings, _picked(values, at_once)),
+        waiting_settings=merge_settings(state.waiting_settings, _picked(values, waiting)),
+    )
+
+
+def _requeued(state: RunState, draws: Sequence[DrawId], level: int) -> RunState:
+    known = known_draws(state)
+    moved = [known[draw] for draw in draws if draw in known]
+    moved = [replace(item, draw=replace(item.draw, level=level)) for item in moved]
+    rest = [item for item in state.deferred if item.draw.id not in draws]
+    dropped = tuple(item for item in state.dropped if item.item.draw.id not in draws)
+    return replace(state, deferred=_by_level([*moved, *rest]), dropped=dropped)
+
+
+def _within_levels(state: RunState) -> RunState:
+    """Draws above the last level move down to it, among its own by age."""
+    levels = settings_in_force(state).tail_batching.resolved_levels
+    if all(item.draw.level <= levels for item in state.deferred):
+        return state
+    moved = [
+        replace(item, draw=replace(item.draw, level=min(item.draw.level, levels)))
+        for item in state.deferred
+    ]
+    oldest_first = sorted(moved, key=lambda item: item.draw.first_step)
+    return replace(state, deferred=_by_level(oldest_first))
+
+
+def _by_level(items: Iterable[DeferredDraw]) -> tuple[DeferredDraw, ...]:
+    return tuple(sorted(items, key=lambda item: item.draw.level))  # stable
+
+
+def _names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of nested settings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def _picked(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Some of the nested settings."""
+    found: dict[str, Any] = {}
+    for name in names:
+        section, _, key = name.rpartition(".")
+        if section:
+            found.setdefault(section, {})[key] = values[section][key]
+        else:
+            found[key] = values[key]
+    return found

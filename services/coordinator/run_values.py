@@ -1,0 +1,59 @@
+"""The settings of StartRun, and what they say of a run before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollpacker.data.errors import DataError
+from rollpacker.data.run_data import RunData, load_run_data
+from rollpacker.rpc.errors import InvalidArgumentError
+from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
+
+
+def parse(values: Mapping[str, Any]) -> RunSettings:
+    """Raises InvalidArgumentError (INVALID_SETTINGS) with every problem."""
+    try:
+        return parse_run_settings(values)
+    except SettingsError as error:
+        raise invalid_settings(error) from error
+
+
+def invalid_settings(error: SettingsError) -> InvalidArgumentError:
+    """Names each setting that is wrong."""
+    return InvalidArgumentError(
+        "INVALID_SETTINGS",
+        f"the settings are wrong: {error}",
+        violations=[(f"settings.{name}", what) for name, what in error.problems],
+    )
+
+
+def load_data(settings: RunSettings) -> RunData:
+    """Raises InvalidArgumentError."""
+    try:
+        return load_run_data(settings)
+    except DataError as error:
+        raise InvalidArgumentError.field("settings.data", str(error)) from error
+
+
+def planned_steps(settings: RunSettings, prompt_count: int) -> int:
+    """Steps that data and max_steps allow in all."""
+    per_step = settings.tail_batching.prompts_per_step
+    by_data = -(-prompt_count * settings.data.epochs // per_step)
+    return min(by_data, settings.max_steps) if settings.max_steps else by_data
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The names of the settings that differ, dotted."""
+    names = _flat(old).items() ^ _flat(new).items()
+    return ", ".join(sorted({name for name, _ in names}))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = repr(value)
+    return flat

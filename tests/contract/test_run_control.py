@@ -1,0 +1,511 @@
+"""Pausing, changing and queueing runs, over real gRPC and a real Redis server (fake workers)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import Struct
+
+from rollpacker.rpc.client import call
+from rollpacker.rpc.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from rollpacker.store import keys
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from rollpacker.v1 import types_pb2
+from tests.contract import fake_workers as fakes
+from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
+from tests.tiny_run import run_settings
+
+__all__ = ["cluster"]  # a fixture
+PAUSED, RUNNING = pb.Run.STATE_PAUSED, pb.Run.STATE_RUNNING
+
+
+async def ask(c: Coordinator, method: str, **fields: Any) -> Any:
+    """One call about run r."""
+    request = getattr(pb, f"{method}Request")(**{"run_id": "r", **fields})
+    return await call(lambda: getattr(c.stub, method)(request, timeout=60))
+
+
+async def update(c: Coordinator, **settings: Any) -> pb.Run:
+    struct = Struct()
+    struct.update(settings)
+    return (await ask(c, "UpdateRun", settings=struct)).run
+
+
+async def until(c: Coordinator, state: int, run_id: str = "r") -> pb.Run:
+    async with asyncio.timeout(60):
+        while (run := await c.get(run_id)).state != state:
+            assert run.state != pb.Run.STATE_FAILED, run.failure
+            await asyncio.sleep(0.005)
+    return run
+
+
+async def paused_at(c: Coordinator, values: dict[str, Any], step: int) -> pb.Run:
+    """Start run r and let it pause when so many steps are committed."""
+    await c.start(values)
+    await ask(c, "ResumeRun", until_step=step)
+    return await until(c, PAUSED)
+
+
+async def whole(cluster: Cluster, values: dict[str, Any]) -> list[Any]:
+    """The schedule of the same run without any wish; the trainer starts from nothing after it."""
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id="whole")
+        await c.until_ended("whole")
+        schedule = await c.schedule("whole")
+    start_over(cluster)
+    return schedule
+
+
+def start_over(cluster: Cluster) -> None:
+    cluster.trainer.disk = fakes.TrainerDisk()
+    cluster.trainer.restart()
+
+
+def rows(*names: str, **more: Any) -> list[Struct]:
+    found = []
+    for name in names:
+        row = Struct()
+        row.update({"prompt": "1+1=", "answer": "2", "prompt_id": name, **more})
+        found.append(row)
+    return found
+
+
+# Pausing
+
+
+async def test_a_run_goes_step_by_step_and_trains_what_it_would_without(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=40)
+    expected = await whole(cluster, values)
+    async with coordinator(cluster) as c:
+        run = await paused_at(c, values, 1)
+        assert (run.step, run.pause_at_step) == (1, 0)
+        again = (await ask(c, "ResumeRun", until_step=1)).run
+        assert (again.state, again.step) == (PAUSED, 1)
+        await ask(c, "ResumeRun", until_step=3)
+        assert (await until(c, PAUSED)).step == 3
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        assert await c.schedule() == expected
+
+
+@pytest.mark.parametrize("mode", [pb.PAUSE_MODE_AFTER_STEP, pb.PAUSE_MODE_IMMEDIATELY])
+async def test_a_run_pauses_any_number_of_times_and_trains_the_same(
+    cluster: Cluster, mode: pb.PauseMode.ValueType
+) -> None:
+    values = run_settings(cluster.directory, prompts=200)
+    expected = await whole(cluster, values)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        for pause in range(8):
+            await ask(c, "ResumeRun")
+            await asyncio.sleep(0.02 * pause)
+            await ask(c, "PauseRun", mode=mode)
+            await until(c, PAUSED)
+            assert [rollout.running for rollout in cluster.rollouts] == [0, 0]
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        assert await c.schedule() == expected
+
+
+async def test_a_paused_run_stays_paused_over_a_crash_and_goes_on_when_told(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=40)
+    expected = await whole(cluster, values)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 2)
+    async with coordinator(cluster) as c:
+        assert (await c.start(values)).state == PAUSED
+        with pytest.raises(FailedPreconditionError, match="active"):
+            await c.start(values, run_id="other")
+        await ask(c, "ResumeRun", until_step=4)
+    async with coordinator(cluster) as c:  # the wish for step 4 is durable
+        run = await until(c, PAUSED)
+        assert run.step == 4
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        assert await c.schedule() == expected
+
+
+async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await paused_at(c, run_settings(cluster.directory), 1)
+    async with coordinator(cluster, register=False) as c:
+        await until(c, PAUSED)
+        await c.stop(pb.STOP_MODE_AFTER_STEP)
+        assert (await until(c, pb.Run.STATE_STOPPED)).step == 1
+
+
+async def test_what_is_asked_of_a_run_that_is_not_active_is_refused(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        with pytest.raises(NotFoundError):
+            await ask(c, "PauseRun")
+        await c.start(values)
+        await c.until_ended()
+        for method in ("PauseRun", "ResumeRun", "SaveCheckpoint"):
+            with pytest.raises(FailedPreconditionError) as caught:
+                await ask(c, method)
+            assert caught.value.reason == "RUN_NOT_ACTIVE"
+        with pytest.raises(FailedPreconditionError) as caught:
+            await update(c, trainer={"learning_rate": 0})
+        assert caught.value.reason == "RUN_ENDED"
+
+
+async def test_a_coordinator_that_was_replaced_changes_nothing(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await paused_at(c, run_settings(cluster.directory), 1)
+        await cluster.redis.hset(keys.state("r"), "fence", 10_000)
+        before = await cluster.redis.hgetall(keys.state("r"))
+        for method, fields in (
+            ("ResumeRun", {}),
+            ("StopRun", {}),
+            ("AddPrompts", {"rows": rows("new")}),
+            ("UpdateRun", {"settings": rows("x")[0]}),
+        ):
+            if method == "UpdateRun":
+                with pytest.raises(UnavailableError):
+                    await update(c, trainer={"learning_rate": 0})
+            else:
+                with pytest.raises(UnavailableError) as caught:
+                    await ask(c, method, **fields)
+                assert caught.value.reason == "STANDBY"
+        assert await cluster.redis.hgetall(keys.state("r")) == before
+        assert await cluster.redis.exists(keys.changes("r"), keys.added_prompts("r")) == 0
+
+
+# Changing settings
+
+
+async def test_a_learning_rate_holds_from_the_next_round_on_and_over_a_crash(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=24)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 2)
+        run = await update(c, trainer={"learning_rate": 0.25})
+        assert run.pending_change_count == 1
+        assert (await c.start(values)).run_id == "r"  # with its own settings it is the same run
+    cluster.trainer.restart()
+    async with coordinator(cluster) as c:
+        await until(c, PAUSED)
+        await ask(c, "ResumeRun")
+        run = await c.until_ended()
+    assert [rate for rate, _ in cluster.trainer.values.values()] == [1e-3] * 2 + [0.25] * 4
+    assert run.updated_settings["trainer"]["learning_rate"] == 0.25
+    assert run.settings["trainer"]["learning_rate"] == 1e-3
+    assert run.pending_change_count == 0
+
+
+async def test_a_change_in_the_middle_of_a_round_leaves_that_round_alone(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=24)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 1)
+        gate = cluster.reward.hold()
+        await ask(c, "ResumeRun")
+        async with asyncio.timeout(60):
+            await cluster.reward.asked.wait()
+        await update(c, trainer={"learning_rate": 0.5})
+    gate.set()  # the coordinator has died in the round; the next one repeats it as it began
+    async with coordinator(cluster) as c:
+        await c.until_ended()
+    assert [rate for rate, _ in cluster.trainer.values.values()] == [1e-3] * 2 + [0.5] * 4
+
+
+async def test_deferred_draws_keep_the_parameters_that_they_were_first_drawn_with(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=80)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).deferred_draw_count < 4:
+            await asyncio.sleep(0.002)
+        await ask(c, "PauseRun", mode=pb.PAUSE_MODE_AFTER_STEP)
+        paused = await until(c, PAUSED)
+        assert paused.deferred_draw_count > 0
+        await update(c, sampling={"temperature": 0.5, "max_response_tokens": 60})
+        await ask(c, "ResumeRun", until_step=paused.step + 1)
+        waiting = await until(c, PAUSED)
+        if waiting.deferred_draw_count:
+            assert waiting.waiting_settings["sampling"]["temperature"] == 0.5
+        await ask(c, "ResumeRun")
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    parameters: dict[str, set[tuple[float, int]]] = {}
+    for rollout in cluster.rollouts:
+        for _, prompt_id, temperature, cap in rollout.sampled:
+            parameters.setdefault(prompt_id, set()).add((temperature, cap))
+    assert {len(seen) for seen in parameters.values()} == {1}
+    assert {seen for found in parameters.values() for seen in found} == {(1.0, 40), (0.5, 60)}
+    by_step = {step: temperature for step, (_, temperature) in cluster.trainer.values.items()}
+    for step, (_, draws) in enumerate(schedule):
+        of_draws = {parameters[name.partition(":")[2]].copy().pop()[0] for name, _ in draws}
+        assert of_draws == {by_step[step]}
+    assert not run.waiting_settings.fields
+    trained = Counter(name for _, draws in schedule for name, _ in draws)
+    assert trained == Counter(f"0:{i}" for i in range(1, 81))
+
+
+async def test_draws_above_a_lowered_level_move_down_to_it(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=400)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while all(draw.level < 2 for draw in (await ask(c, "ListDeferredDraws")).draws):
+            await asyncio.sleep(0.002)
+        await ask(c, "PauseRun", mode=pb.PAUSE_MODE_IMMEDIATELY)
+        tail = {"deferral_levels": 1, "speculation_factors": [1.5]}
+        await update(c, tail_batching=tail)
+        step = (await c.get()).step
+        await ask(c, "ResumeRun", until_step=step + 2)
+        await until(c, PAUSED)
+        levels = {draw.level for draw in (await ask(c, "ListDeferredDraws")).draws}
+        assert levels <= {1}
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        schedule = await c.schedule()
+    kinds = [kind for kind, _ in schedule]
+    assert "1/1" not in kinds[step + 2 :]  # level 1 is the last one now: its rounds are long
+    assert len({name for _, draws in schedule for name, _ in draws}) == 400
+
+
+async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await paused_at(c, run_settings(cluster.directory), 1)
+        for settings, named, fix in (
+            ({"seed": 8}, "seed", "may not be changed"),
+            ({"trainer": {"clip_low": 0.1}}, "trainer.clip_low", "trainer.learning_rate"),
+            ({"trainer": {"learning_rate": -1}}, "trainer.learning_rate", "got -1"),
+            ({"tail_batching": {"speculation_factors": [3.0]}}, "tail_batching", "not in (1, 2]"),
+            ({}, "settings", "is empty"),
+        ):
+            with pytest.raises(InvalidArgumentError) as caught:
+                await update(c, **settings)
+            fields = dict(caught.value.violations)
+            assert f"settings.{named}" in fields
+            assert fix in fields[f"settings.{named}"]
+        assert (await c.get()).pending_change_count == 0
+
+
+async def test_more_steps_may_be_asked_for_than_the_run_was_started_with(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=24, max_steps=3)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 2)
+        await update(c, max_steps=5)
+        await ask(c, "ResumeRun")
+        run = await c.until_ended()
+    assert (run.step, run.planned_steps, run.deferred_draw_count) == (5, 5, 0)
+
+
+# The queue of draws
+
+
+async def test_draws_are_dropped_requeued_and_reported(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=40)
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        while (await c.get()).deferred_draw_count < 3:
+            await asyncio.sleep(0.002)
+        await ask(c, "PauseRun", mode=pb.PAUSE_MODE_AFTER_STEP)
+        await until(c, PAUSED)
+        queue = (await ask(c, "ListDeferredDraws")).draws
+        names = [pb.DrawName(epoch=d.epoch, prompt_id=d.prompt_id) for d in queue]
+        await ask(c, "DropDraws", draws=names[:2], reason="wrong reference")
+        await ask(c, "RequeueDraws", draws=names[1:2], level=1)  # changed my mind
+        await ask(c, "RequeueDraws", draws=names[2:3], level=2)
+        unknown = [pb.DrawName(prompt_id="nobody")]
+        for method, fields in (
+            ("DropDraws", {"draws": unknown, "reason": "x"}),
+            ("RequeueDraws", {"draws": unknown, "level": 1}),
+        ):
+            with pytest.raises(NotFoundError) as caught:
+                await ask(c, method, **fields)
+            assert caught.value.reason == "DRAW_NOT_FOUND"
+        for method, fields in (
+            ("DropDraws", {"draws": names[:1]}),
+            ("DropDraws", {"reason": "x"}),
+            ("RequeueDraws", {"draws": names[:1], "level": 3}),
+        ):
+            with pytest.raises(InvalidArgumentError):
+                await ask(c, method, **fields)
+        assert (await c.get()).pending_change_count == 3
+    async with coordinator(cluster) as c:  # the changes outlive the coordinator
+        await until(c, PAUSED)
+        await ask(c, "ResumeRun")
+        run = await c.until_ended()
+        schedule = await c.schedule()
+        listed = await ask(c, "ListDeferredDraws")
+    assert [(d.draw.prompt_id, d.reason) for d in listed.dropped] == [
+        (names[0].prompt_id, "wrong reference")
+    ]
+    trained = Counter(name for _, draws in schedule for name, _ in draws)
+    expected = Counter(f"0:{i}" for i in range(1, 41))
+    del expected[f"0:{names[0].prompt_id}"]
+    assert trained == expected
+    assert run.dropped_draw_count == 1
+
+
+async def test_a_long_round_is_forced_once(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=80)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 1)
+        queue = [d.prompt_id for d in (await ask(c, "ListDeferredDraws")).draws]
+        assert queue
+        for _ in range(2):
+            await ask(c, "ForceLongRound")
+        await ask(c, "ResumeRun", until_step=3)
+        await until(c, PAUSED)
+        forced, after = (await c.steps())[1:3]
+        assert forced.round_kind == types_pb2.ROUND_KIND_LONG
+        assert set(queue[:4]) <= {draw.prompt_id for draw in forced.draws}
+        assert after.round_kind == types_pb2.ROUND_KIND_SHORT
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        with pytest.raises(FailedPreconditionError):
+            await ask(c, "ForceLongRound")
+
+
+# Prompts that come while the run is under way
+
+
+async def test_added_prompts_are_drawn_next_once_each_and_over_a_crash(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=24)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 1)
+        names = [f"new-{i}" for i in range(7)]
+        answer = await ask(c, "AddPrompts", rows=rows(*names[:5]))
+        assert (answer.added_count, answer.known_count) == (5, 0)
+        answer = await ask(c, "AddPrompts", rows=rows(*names[3:]))
+        assert (answer.added_count, answer.known_count) == (2, 2)
+        await ask(c, "ResumeRun", until_step=2)
+        await until(c, PAUSED)
+        assert {prompt for _, prompt, _, _ in cluster.rollouts[0].sampled} >= {"new-0"} or {
+            prompt for _, prompt, _, _ in cluster.rollouts[1].sampled
+        } >= {"new-0"}
+    async with coordinator(cluster) as c:
+        await until(c, PAUSED)
+        await ask(c, "ResumeRun")
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    trained = Counter(name for _, draws in schedule for name, _ in draws)
+    assert trained == Counter([*(f"0:{i}" for i in range(1, 25)), *(f"0:{name}" for name in names)])
+    assert (run.added_prompt_count, run.planned_steps, run.step) == (7, 8, 8)
+
+
+async def test_all_rows_of_a_call_are_added_or_none(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await paused_at(c, run_settings(cluster.directory), 1)
+        nameless = Struct()
+        nameless.update({"prompt": "1+1=", "answer": "2"})
+        for wrong, field in (
+            (nameless, "rows[1].prompt_id"),
+            (rows("3")[0], "rows[1].prompt_id"),  # the id of a row of the data file
+            (rows("b", answer=None)[0], "rows[1].answer"),
+        ):
+            with pytest.raises(InvalidArgumentError) as caught:
+                await ask(c, "AddPrompts", rows=[*rows("a"), wrong])
+            assert [name for name, _ in caught.value.violations] == [field]
+        with pytest.raises(InvalidArgumentError):
+            await ask(c, "AddPrompts")
+        assert (await c.get()).added_prompt_count == 0
+
+
+async def test_a_checkpoint_is_saved_on_request(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await paused_at(c, run_settings(cluster.directory), 2)
+        cluster.trainer.restart()
+        assert (await ask(c, "SaveCheckpoint")).weight_version == 2
+    assert cluster.trainer.saved == [2]
+
+
+# Runs that wait
+
+
+async def test_runs_of_the_queue_start_in_order_each_after_the_end_of_the_one_before(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 1)
+        for place, name in enumerate(("second", "third", "fourth"), start=1):
+            waiting = await c.start(values, run_id=name, queue=True)
+            assert (waiting.state, waiting.queue_position) == (pb.Run.STATE_QUEUED, place)
+        assert (await c.start(values, run_id="third")).state == pb.Run.STATE_QUEUED
+        with pytest.raises(FailedPreconditionError):
+            await ask(c, "PauseRun", run_id="third")
+        stopped = (await ask(c, "StopRun", run_id="third")).run
+        assert stopped.state == pb.Run.STATE_STOPPED
+    async with coordinator(cluster) as c:  # the queue outlives the coordinator
+        assert (await until(c, PAUSED)).run_id == "r"
+        assert (await c.get("fourth")).queue_position == 2
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        start_over(cluster)
+        await c.until_ended("second")
+        start_over(cluster)
+        await c.until_ended("fourth")
+        runs = {name: await c.get(name) for name in ("r", "second", "third", "fourth")}
+    assert runs["third"].step == 0
+    assert runs["r"].state == pb.Run.STATE_STOPPED
+    lines = [
+        (Path(runs[name].run_directory) / "metrics.jsonl").read_text().splitlines()
+        for name in ("second", "fourth")
+    ]
+    ends = [[json.loads(line)["end_time"] for line in of_run] for of_run in lines]
+    assert max(ends[0]) < min(ends[1])
+
+
+async def test_a_queued_run_that_cannot_start_fails_and_the_next_one_starts(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        await paused_at(c, values, 1)
+        await c.start(values, run_id="bad", queue=True)
+        await c.start(values, run_id="good", queue=True)
+        (cluster.directory / "runs" / "bad").write_text("in the way")
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        start_over(cluster)
+        failed = await c.until_ended("bad", succeeded=False)
+        assert failed.state == pb.Run.STATE_FAILED
+        await c.until_ended("good")
+
+
+# Samples
+
+
+async def test_samples_are_filtered_and_paged_over_steps(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        await c.until_ended()
+        everything = (await ask(c, "ListSamples", step=0, last_step=5)).groups
+        assert [g.step for g in everything] == sorted(s for s in range(6) for _ in range(4))
+        paged, token = [], ""
+        while True:
+            page = await ask(c, "ListSamples", step=0, last_step=5, page_size=5, page_token=token)
+            paged += page.groups
+            token = page.next_page_token
+            if not token:
+                break
+        assert paged == list(everything)
+        assert not (await ask(c, "ListSamples", last_step=5, min_reward=0.5)).groups
+        wrong = {"verdicts": [types_pb2.VERDICT_INCORRECT], "max_reward": 0.5}
+        assert (await ask(c, "ListSamples", last_step=5, **wrong)).groups == everything
+        long = (await ask(c, "ListSamples", last_step=5, min_tokens=10, max_tokens=12)).groups
+        assert {10 <= len(s.response.token_ids) <= 12 for g in long for s in g.responses} == {True}
+        one = (await ask(c, "ListSamples", last_step=5, prompt_id="7", without_tokens=True)).groups
+        assert [(g.draw.prompt_id, len(g.prompt_token_ids)) for g in one] == [("7", 0)]
+        assert one[0].responses[0].text
+        for bad in ({"page_size": 1001}, {"page_token": "x"}, {"step": 3, "last_step": 1}):
+            with pytest.raises(InvalidArgumentError):
+                await ask(c, "ListSamples", **bad)
