@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import hypothesis  # noqa: F401  loaded before any thread: see CPython gh-106905
+import hypothesis  # loaded before any thread: see CPython gh-106905
 import pytest
 import redis
 import redis.asyncio
@@ -19,6 +19,11 @@ from redis.backoff import ExponentialBackoff
 from rollpacker.local_stack.redis_server import redis_server as server_for
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# How fast an example runs says something about the machine, nothing about the code.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 class RunningRedis:
