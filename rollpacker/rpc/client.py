@@ -28,6 +28,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),
 )
+_IN_TURN = ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')
 _WAIT_LOG_SECONDS = 30.0
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 2.0
@@ -35,18 +36,20 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, *, takes_turns: bool = False) -> grpc.aio.Channel:
     """A channel to "host:port" or "unix:///path"; connects when first used, and again after.
 
+    `takes_turns`: a name with several addresses stands for replicas, and calls go to each in turn.
     With TLS and token where the environment gives them (`rollpacker.rpc.security`).
     Raises InvalidArgumentError when it gives half of them.
     """
     security = Security.from_environment()
+    options = (*_OPTIONS, _IN_TURN) if takes_turns else _OPTIONS
     if not security.uses_tls:
         return grpc.aio.insecure_channel(
-            address, options=_OPTIONS, interceptors=client_interceptors()
+            address, options=options, interceptors=client_interceptors()
         )
-    options = (*_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
+    options = (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
     return grpc.aio.secure_channel(
         address,
         security.channel_credentials(),

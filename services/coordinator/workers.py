@@ -66,9 +66,8 @@ class WorkerRegistry:
             if worker is not None:
                 self._retired.append(worker.channel)  # calls under way end by themselves
             was_alive = False
-            worker = Worker(
-                worker_id, address, kind, engine_stats, lease_end, open_channel(address)
-            )
+            channel = open_channel(address, takes_turns=kind == pb.WORKER_KIND_REWARD)
+            worker = Worker(worker_id, address, kind, engine_stats, lease_end, channel)
             self._workers[worker_id] = worker
         if not was_alive:
             _log.info("worker %s is at %s", worker_id, address)
