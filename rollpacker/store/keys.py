@@ -22,6 +22,7 @@
 |   {prompt_id}                      |        | ZADD GT by the reward service; expires             |
 | rollpacker:{coordinator}:lease     | string | who coordinates; NX PX                             |
 | rollpacker:{coordinator}:fence     | string | counter: the newest fencing number                 |
+| rollpacker:{devices}:{host}        | string | who holds which GPU of a host (JSON)               |
 """
 
 from __future__ import annotations
@@ -94,3 +95,7 @@ def added_prompt_ids(run_id: str) -> str:
 
 def timeout_anchors(run_id: str, prompt_id: str) -> str:
     return _key(run_id, "timeout_anchors", prompt_id)
+
+
+def devices(host: str) -> str:
+    return f"rollpacker:{{devices}}:{host}"

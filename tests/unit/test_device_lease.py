@@ -1,0 +1,187 @@
+"""The rules of device leases, and that no sequence of requests breaks their promises."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollpacker.devices import memory
+from rollpacker.devices.lease import (
+    Claim,
+    DevicesBusyError,
+    Grant,
+    HostDevices,
+    MemoryNotFreedError,
+    StaleLeaseError,
+    claim,
+    release,
+    renew,
+)
+
+FULL = 80  # bytes of a device
+
+
+def wants(owner: str, count: int = 1, needed: int = 60, **free: int) -> Claim:
+    """`free`: of device d0, d1, ...; by default of two devices that are empty."""
+    free_bytes = {int(name[1:]): size for name, size in free.items()} or {0: FULL, 1: FULL}
+    return Claim(owner, count, needed, free_bytes, seconds=10)
+
+
+def test_a_device_that_is_held_is_not_given_again_though_its_memory_is_free() -> None:
+    state, _ = claim(HostDevices(), wants("rollout-0", 2), now=0)
+    with pytest.raises(DevicesBusyError, match="device 0: held by rollout-0, fence 1, for 6.0 s"):
+        claim(state, wants("trainer-0"), now=4)
+
+
+def test_claims_of_several_replicas_get_devices_of_their_own() -> None:
+    state = HostDevices()
+    for index in range(2):
+        state, grant = claim(state, wants(f"rollout-{index}"), now=0)
+        assert grant == Grant(f"rollout-{index}", index + 1, (index,))
+    with pytest.raises(DevicesBusyError, match="could have 0"):
+        claim(state, wants("rollout-2"), now=0)
+
+
+def test_all_devices_of_a_claim_are_given_or_none() -> None:
+    state, _ = claim(HostDevices(), wants("rollout-0"), now=0)
+    with pytest.raises(DevicesBusyError, match="wants 2 of 2 devices and could have 1"):
+        claim(state, wants("trainer-0", 2), now=0)
+    assert state.leases.keys() == {0}
+
+
+def test_nobody_wakes_before_the_memory_that_it_needs_is_measured_to_be_free() -> None:
+    state, first = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    with pytest.raises(MemoryNotFreedError, match="device 0: 50 bytes"):
+        release(state, first, {0: 30})
+    state = release(state, first, {0: FULL})
+    with pytest.raises(DevicesBusyError, match="59 bytes free of 60 needed"):
+        claim(state, wants("trainer-0", d0=59), now=1)
+    state, second = claim(state, wants("trainer-0", d0=60), now=1)
+    assert second.fence == first.fence + 1
+
+
+def test_a_side_may_leave_what_it_keeps_behind() -> None:
+    state, grant = claim(HostDevices(), wants("trainer-0", d0=FULL), now=0)
+    assert release(state, grant, {0: FULL - 20}, kept_bytes=20).leases == {}
+
+
+def test_a_dead_owner_s_device_is_given_when_its_time_is_over() -> None:
+    state, dead = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state, grant = claim(state, wants("rollout-1", d0=FULL), now=10)
+    assert grant.fence > dead.fence
+
+
+def test_an_owner_that_hangs_keeps_the_device_as_long_as_it_keeps_the_memory() -> None:
+    state, _ = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    with pytest.raises(DevicesBusyError, match="20 bytes free of 60 needed, last held by rollout"):
+        claim(state, wants("trainer-0", d0=20), now=100)
+
+
+def test_a_late_release_or_renewal_changes_nothing() -> None:
+    state, late = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state, _ = claim(state, wants("trainer-0", d0=FULL), now=10)
+    with pytest.raises(StaleLeaseError, match="rollout-0 with fence 1 does not hold"):
+        release(state, late, {0: FULL})
+    with pytest.raises(StaleLeaseError):
+        renew(state, late, seconds=10, now=11)
+
+
+def test_a_lease_that_lapsed_can_be_renewed_while_nobody_else_came() -> None:
+    state, grant = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state = renew(state, grant, seconds=10, now=50)
+    with pytest.raises(DevicesBusyError):
+        claim(state, wants("trainer-0", d0=FULL), now=59)
+
+
+def test_a_restarted_owner_gets_its_device_at_once_and_its_old_self_is_stale() -> None:
+    state, old = claim(HostDevices(), wants("rollout-1", d1=FULL), now=0)
+    state, new = claim(state, wants("rollout-1"), now=1)
+    assert new.devices == (1,)
+    with pytest.raises(StaleLeaseError):
+        release(state, old, {1: FULL})
+
+
+class Host(RuleBasedStateMachine):
+    """Owners, with a model of the devices' memory: what each grant says, and what is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.now = HostDevices(), 0.0
+        self.used = dict.fromkeys(range(3), 0)
+        self.grants: list[tuple[Grant, int]] = []  # every grant ever, with what its owner uses
+        self.fences = [0]
+
+    def free(self) -> Mapping[int, int]:
+        return {device: FULL - used for device, used in self.used.items()}
+
+    @rule(owner=st.sampled_from("abc"), count=st.integers(1, 3), needed=st.integers(1, FULL),
+          seconds=st.integers(1, 10))  # fmt: skip
+    def claims(self, owner: str, count: int, needed: int, seconds: int) -> None:
+        free, before = self.free(), self.state
+        try:
+            self.state, grant = claim(before, Claim(owner, count, needed, free, seconds), self.now)
+        except DevicesBusyError:
+            return
+        assert len(grant.devices) == count
+        for device in grant.devices:
+            assert free[device] >= needed
+            held = before.leases.get(device)
+            assert held is None or held.owner == owner or held.expires <= self.now
+            self.used[device] += needed
+        self.grants.append((grant, needed))
+        self.fences.append(grant.fence)
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), frees=st.booleans())
+    def releases(self, data: st.DataObject, frees: bool) -> None:
+        index = data.draw(st.integers(0, len(self.grants) - 1))
+        grant, using = self.grants[index]
+        if frees:
+            for device in grant.devices:
+                self.used[device] -= using
+            self.grants[index] = (grant, 0)
+        before = self.state
+        try:
+            self.state = release(before, grant, self.free())
+        except (StaleLeaseError, MemoryNotFreedError):
+            return
+        assert all(before.leases[device].fence == grant.fence for device in grant.devices)
+        assert not self.state.leases.keys() & set(grant.devices)
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data())
+    def renews(self, data: st.DataObject) -> None:
+        grant, _ = data.draw(st.sampled_from(self.grants))
+        try:
+            self.state = renew(self.state, grant, 5, self.now)
+        except StaleLeaseError:
+            return
+        assert all(self.state.leases[d].expires == self.now + 5 for d in grant.devices)
+
+    @rule(seconds=st.integers(1, 12))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def memory_is_never_overbooked_and_fences_only_grow(self) -> None:
+        assert all(0 <= used <= FULL for used in self.used.values())
+        assert self.fences == sorted(set(self.fences))
+        assert all(lease.fence <= self.state.fence for lease in self.state.leases.values())
+
+
+TestHost = Host.TestCase
+
+
+def test_free_memory_is_what_the_driver_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, 80994'\necho '1, 512'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert memory.free_bytes() == {0: 80994 * 1024**2, 1: 512 * 1024**2}
