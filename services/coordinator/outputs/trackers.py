@@ -106,7 +106,7 @@ class MlflowTracker:
     def write(self, step: int, wall_time: float, scalars: Mapping[str, float]) -> None:
         time = round(wall_time * 1000)
         metrics = [
-            self._entities.Metric(name, value, time, step)
+            self._entities.Metric(name.replace("@", "_at_"), value, time, step)  # it takes no @
             for name, value in _finite(scalars).items()
         ]
         try:
