@@ -68,11 +68,11 @@ class LiveRun:
 
 def _overview(run: LoadedRun) -> dict[str, object]:
     figures = headline_figures(run, summarize(run))
-    kinds = sorted({(charts.round_css(kind), kind.label) for kind in run.lengths})
+    kinds = [(charts.round_css(kind), kind.label) for kind in run.lengths]
     return {
         "figures": [{"name": f.name, "value": f.value, "note": f.note} for f in figures],
         "kinds": [{"css": css, "label": label} for css, label in kinds],
-        "reward": charts.reward_chart(run),
+        "reward": charts.reward_chart(run, width=1100, height=280),
         "timeline": round_charts.timeline_chart(run),
         "histogram": round_charts.length_histogram(run),
         "lengths": round_charts.length_chart(run),
