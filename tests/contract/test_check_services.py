@@ -8,11 +8,11 @@ from rollpacker.data import load_run_data
 from rollpacker.settings import RunSettings, parse_run_settings
 from rollpacker.types import GraderKind, Prompt
 from rollpacker.v1 import coordinator_service_pb2 as pb
-from tests.contract import test_coordinator_service as service
-from tests.contract.test_coordinator_service import Cluster, coordinator
+from tests.contract import coordinator_cluster
+from tests.contract.coordinator_cluster import Cluster, coordinator
 from tests.tiny_run import run_settings
 
-cluster = service.cluster  # the fixture
+cluster = coordinator_cluster.cluster  # the fixture
 
 
 def settings(cluster: Cluster) -> RunSettings:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ import pytest
 from rollpacker.rpc.client import call
 from rollpacker.rpc.errors import FailedPreconditionError, NotFoundError
 from rollpacker.v1 import coordinator_service_pb2 as pb
-from tests.contract import test_coordinator_service as service
-from tests.contract.test_coordinator_service import Cluster, Coordinator, coordinator
+from tests.contract import coordinator_cluster
+from tests.contract.coordinator_cluster import Cluster, Coordinator, coordinator
 from tests.tiny_run import run_settings, write_data
 
-cluster = service.cluster  # the fixture
+cluster = coordinator_cluster.cluster  # the fixture
 
 
 async def evaluate(c: Coordinator, run_id: str = "r") -> pb.RunEvaluationResponse:
@@ -79,6 +81,25 @@ async def test_an_evaluation_on_demand_measures_between_steps_and_changes_no_ste
         assert dict(scores.scores) == by_version[first.weight_version, scores.name]
 
 
+async def test_the_command_evaluates_a_run_and_prints_its_scores(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(with_sets(cluster, prompts=400))
+        command = ("from rollpacker.cli.main import app; app()", "evaluate", "r", "--json")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", *command, "--coordinator", c.address), stdout=subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+        run = await c.stop(pb.STOP_MODE_IMMEDIATELY)
+    assert process.returncode == 0
+    told = json.loads(out)
+    measured = {
+        line["name"]: line["values"]
+        for line in lines(run)
+        if line["step"] == int(told["weight_version"])
+    }
+    assert {held_out["name"]: held_out["scores"] for held_out in told["sets"]} == measured
+
+
 async def test_the_same_weights_give_the_same_scores_again(cluster: Cluster) -> None:
     found = []
     for run_id in ("one", "two"):
@@ -109,7 +130,7 @@ async def test_a_stop_answers_whoever_waits_for_an_evaluation(cluster: Cluster) 
             await asyncio.sleep(0.005)
         cluster.reward.unavailable = 10**9  # no round ends any more
         waiting = asyncio.create_task(evaluate(c))
-        driver = c.runs._driver
+        driver = c.runs.active("r").driver
         while not driver.validator.is_requested and not waiting.done():
             await asyncio.sleep(0.005)
         await c.stop(pb.STOP_MODE_IMMEDIATELY)
@@ -117,10 +138,8 @@ async def test_a_stop_answers_whoever_waits_for_an_evaluation(cluster: Cluster) 
             await waiting
 
 
-async def test_trained_and_queued_groups_of_a_domain_are_what_the_mix_gave(
-    cluster: Cluster,
-) -> None:
-    """At every commit, over short and long rounds; ages of the queue do not matter."""
+def mixed(cluster: Cluster) -> dict[str, Any]:
+    """48 prompts of two domains, three of the first to one of the second."""
     values = run_settings(cluster.directory)
     sources = []
     for name, count, weight in (("short", 30, 3), ("long", 18, 1)):
@@ -128,8 +147,36 @@ async def test_trained_and_queued_groups_of_a_domain_are_what_the_mix_gave(
         path = str(cluster.directory / f"{name}.jsonl")
         sources.append({"name": name, "path": path, "weight": weight})
     values["data"] = {"sources": sources}
+    return values
+
+
+async def test_a_mix_goes_on_after_crashes_with_the_same_draws_seeds_and_steps(
+    cluster: Cluster,
+) -> None:
+    values = mixed(cluster)
     async with coordinator(cluster) as c:
-        await c.start(values)
+        await c.start(values, run_id="undisturbed")
+        await c.until_ended("undisturbed")
+        expected = await c.schedule("undisturbed")
+    cluster.trainer.disk = type(cluster.trainer.disk)()
+    for step in (1, 4, 9):
+        cluster.trainer.restart()
+        async with coordinator(cluster) as c:  # leaving the block is a crash
+            await c.start(values)
+            while (await c.get()).step < step:
+                await asyncio.sleep(0.002)
+    cluster.trainer.restart()
+    async with coordinator(cluster) as c:
+        await c.until_ended()
+        assert await c.schedule() == expected
+
+
+async def test_trained_and_queued_groups_of_a_domain_are_what_the_mix_gave(
+    cluster: Cluster,
+) -> None:
+    """At every commit, over short and long rounds; ages of the queue do not matter."""
+    async with coordinator(cluster) as c:
+        await c.start(mixed(cluster))
         run = await c.until_ended()
         steps = await c.steps()
     assert run.step == 12
