@@ -159,7 +159,8 @@ class CoordinatorServiceStub:
     """Measures the run's held-out sets with its present weights, between two steps, through the same
     rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
     deadline of a step and a measurement; when the deadline passes it is measured all the same.
-    The scores also stand in validation.jsonl of the run's outputs.
+    A run that is paused measures when it goes on. The scores also stand in validation.jsonl of the
+    run's outputs.
     Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
     NOT_FOUND (RUN_NOT_FOUND).
     FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
@@ -297,7 +298,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Measures the run's held-out sets with its present weights, between two steps, through the same
     rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
     deadline of a step and a measurement; when the deadline passes it is measured all the same.
-    The scores also stand in validation.jsonl of the run's outputs.
+    A run that is paused measures when it goes on. The scores also stand in validation.jsonl of the
+    run's outputs.
     Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
     NOT_FOUND (RUN_NOT_FOUND).
     FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
@@ -552,7 +554,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Measures the run's held-out sets with its present weights, between two steps, through the same
         rollout and reward services; training waits meanwhile. Returns when it is done, so give it a
         deadline of a step and a measurement; when the deadline passes it is measured all the same.
-        The scores also stand in validation.jsonl of the run's outputs.
+        A run that is paused measures when it goes on. The scores also stand in validation.jsonl of the
+        run's outputs.
         Repeat: calls that wait share one measurement; weights that were measured are not sampled again.
         NOT_FOUND (RUN_NOT_FOUND).
         FAILED_PRECONDITION (NO_HELD_OUT_SET): the settings name none.
