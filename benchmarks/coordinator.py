@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import uvloop
 from google.protobuf.struct_pb2 import Struct
 
+from rollpacker import round_log
 from rollpacker.policy.commands import Command
 from rollpacker.policy.events import Event
 from rollpacker.policy.round import Round
@@ -43,7 +44,6 @@ from rollpacker.rpc.server import RpcServer
 from rollpacker.store.redis_client import connect
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
-from services.coordinator import driver
 from services.coordinator.runs import Runs
 from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
 from services.coordinator.settings import CoordinatorSettings
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="rounds per line")
     parser.add_argument("--mode", default="exact", help="exact launches more than it keeps")
     args = parser.parse_args()
-    driver.Round = TimedRound  # type: ignore[misc]
+    round_log.Round = TimedRound  # type: ignore[misc]
     names = [f"rollout-{i}" for i in range(args.replicas)] + ["reward-0", "trainer-0"]
     context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
     with tempfile.TemporaryDirectory() as name:

@@ -64,7 +64,7 @@ async def test_the_service_shows_its_figures_and_logs_json(
         try:
             page = await scrape(address, process)
         finally:
-            process.terminate()
+            process.kill()
             await process.wait()
     assert OWN[service] in page.splitlines()
     assert "process_resident_memory_bytes" in page
