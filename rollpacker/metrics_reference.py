@@ -40,6 +40,7 @@ have the usual `process_...` figures too.
 | coordinator | `rollpacker_coordinator_leads`, `rollpacker_workers` | `kind` |
 | | `rollpacker_run_steps`, `rollpacker_run_planned_steps`, `rollpacker_run_queued_draws` | `run`, `level` |
 | | `rollpacker_round_groups` | `run`, `groups` (launched, finished, kept) |
+| | `rollpacker_held_out_score`, `rollpacker_held_out_weight_version` | `run`, `set`, `score` |
 | | `rollpacker_alarm`, and every metric above | `run`, `alarm` |
 | rollout | `rollpacker_engine_weight_version`, `rollpacker_engine_running_responses`, `rollpacker_engine_waiting_responses` | |
 | | `rollpacker_engine_slots`, `rollpacker_engine_kv_usage_ratio`, `rollpacker_engine_generated_tokens`, `rollpacker_engine_preemptions` | |

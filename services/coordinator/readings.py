@@ -1,4 +1,5 @@
-"""What the coordinator shows to Prometheus: workers, the active run, its newest step."""
+"""What the coordinator shows to Prometheus: workers, the active run, its newest step and
+held-out measurement."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from rollpacker.store.records import RunState
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator.progress import RoundProgress
 from services.coordinator.runs import Runs
+from services.coordinator.validation import Measurement
 from services.coordinator.workers import WorkerRegistry
 
 
@@ -30,6 +32,9 @@ async def coordinator_readings(runs: Runs, workers: WorkerRegistry) -> list[Read
         readings += run_readings(state, progress)
         if newest:
             readings += step_readings(run_id, newest[0].metrics)
+        active = runs.active(run_id)
+        if active is not None and active.driver is not None:
+            readings += held_out_readings(run_id, active.driver.validator.newest)
     return readings
 
 
@@ -58,6 +63,19 @@ def run_readings(state: RunState, progress: RoundProgress | None) -> Iterator[Re
         for name, count in groups.items():
             labels = {**run, "groups": name}
             yield Reading("rollpacker_round_groups", "groups of this round", count, labels)
+
+
+def held_out_readings(run_id: str, measured: Measurement | None) -> Iterator[Reading]:
+    """The newest measurement of the held-out sets; nothing before the first one."""
+    if measured is None or not measured.scores:
+        return
+    version = measured.weight_version
+    what = "optimizer updates behind the weights that were measured last"
+    yield Reading("rollpacker_held_out_weight_version", what, version, {"run": run_id})
+    for name, scores in measured.scores.items():
+        for score, value in scores.items():
+            labels = {"run": run_id, "set": name, "score": score}
+            yield Reading("rollpacker_held_out_score", "as in validation.jsonl", value, labels)
 
 
 def step_readings(run_id: str, metrics: Mapping[str, float]) -> Iterator[Reading]:

@@ -56,6 +56,7 @@ class Validator:
         self._context = context
         self._settings = context.settings.validation
         self._request: asyncio.Future[Measurement] | None = None
+        self.newest: Measurement | None = None  # of this process
 
     def use(self, rewards: RewardClient, sampling: SamplingParameters) -> None:
         """Measure so from now on: as training rounds sample, but for the temperature."""
@@ -98,8 +99,9 @@ class Validator:
             name: await self._measured(spec, number, name, prompts)
             for number, (name, prompts) in enumerate(self._context.data.validation.items())
         }
+        self.newest = Measurement(weight_version, scores)
         if self._request is not None:
-            self._request.set_result(Measurement(weight_version, scores))
+            self._request.set_result(self.newest)
             self._request = None
 
     async def _measured(

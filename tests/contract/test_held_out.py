@@ -15,6 +15,7 @@ import pytest
 from rollpacker.rpc.client import call
 from rollpacker.rpc.errors import FailedPreconditionError, NotFoundError
 from rollpacker.v1 import coordinator_service_pb2 as pb
+from services.coordinator.readings import coordinator_readings
 from tests.contract import coordinator_cluster
 from tests.contract.coordinator_cluster import Cluster, Coordinator, coordinator
 from tests.tiny_run import run_settings, write_data
@@ -98,6 +99,19 @@ async def test_the_command_evaluates_a_run_and_prints_its_scores(cluster: Cluste
         if line["step"] == int(told["weight_version"])
     }
     assert {held_out["name"]: held_out["scores"] for held_out in told["sets"]} == measured
+
+
+async def test_prometheus_sees_the_newest_scores(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        await c.start(with_sets(cluster, prompts=400))
+        measured = await evaluate(c)
+        found = await coordinator_readings(c.runs, c.workers)
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+    readings = {(r.name, *r.labels.values()): r.value for r in found}
+    assert readings["rollpacker_held_out_weight_version", "r"] == measured.weight_version
+    for scores in measured.sets:
+        for score, value in scores.scores.items():
+            assert readings["rollpacker_held_out_score", "r", scores.name, score] == value
 
 
 async def test_the_same_weights_give_the_same_scores_again(cluster: Cluster) -> None:
