@@ -21,8 +21,9 @@ generate = PATH="$(abspath $(BIN)):$$PATH" python -m grpc_tools.protoc -I protos
   protos/rollpacker/v1/*.proto
 
 .PHONY: protos
-protos: .venv/installed  ## generate rollpacker/v1 from protos/
+protos: .venv/installed  ## generate rollpacker/v1 and docs/api.md from protos/
 	$(call generate,.)
+	$(BIN)/python -m rollpacker.api_reference > docs/api.md
 
 .PHONY: golden
 golden: .venv/installed  ## take the protos as they are for the ones that must not break

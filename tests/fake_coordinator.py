@@ -108,6 +108,35 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
         run.failure = pb.StopMode.Name(request.mode)  # lets a test see what was asked for
         return pb.StopRunResponse(run=run)
 
+    async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> pb.PauseRunResponse:
+        run = self._find(request.run_id)
+        run.state = pb.Run.STATE_PAUSED
+        run.failure = pb.PauseMode.Name(request.mode)  # as above
+        return pb.PauseRunResponse(run=run)
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> pb.ResumeRunResponse:
+        run = self._find(request.run_id)
+        run.state, run.failure = pb.Run.STATE_RUNNING, ""
+        run.pause_at_step = request.until_step
+        return pb.ResumeRunResponse(run=run)
+
+    async def UpdateRun(self, request: pb.UpdateRunRequest, context: Any) -> pb.UpdateRunResponse:
+        run = self._find(request.run_id)
+        run.updated_settings.MergeFrom(request.settings)
+        return pb.UpdateRunResponse(run=run)
+
+    async def AddPrompts(
+        self, request: pb.AddPromptsRequest, context: Any
+    ) -> pb.AddPromptsResponse:
+        run = self._find(request.run_id)
+        run.added_prompt_count += len(request.rows)
+        return pb.AddPromptsResponse(added_count=len(request.rows))
+
+    async def DropDraws(self, request: pb.DropDrawsRequest, context: Any) -> pb.DropDrawsResponse:
+        run = self._find(request.run_id)
+        run.dropped_draw_count += len(request.draws)
+        return pb.DropDrawsResponse(run=run)
+
     async def ListSteps(self, request: pb.ListStepsRequest, context: Any) -> pb.ListStepsResponse:
         before = int(request.page_token or self._find(request.run_id).step)
         first = max(0, before - min(request.page_size or PAGE, PAGE))

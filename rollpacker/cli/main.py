@@ -7,6 +7,7 @@ import typer
 from rollpacker.cli import (
     backup,
     check,
+    control,
     demo,
     doctor,
     failures,
@@ -40,6 +41,14 @@ app.command("deferred")(reports.deferred)
 app.command("workers")(reports.workers)
 app.command("evaluate")(runs.evaluate)
 app.command("stop")(runs.stop)
+app.command("pause")(control.pause)
+app.command("resume")(control.resume)
+app.command("update")(control.update)
+app.command("long-round")(control.long_round)
+app.command("checkpoint")(control.checkpoint)
+app.command("add")(control.add)
+app.command("requeue")(control.requeue)
+app.command("drop")(control.drop)
 app.command("backup")(backup.backup)
 app.command("restore")(backup.restore)
 app.add_typer(grade.app, name="grade")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import typer
+from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rollpacker import wire
@@ -74,14 +76,27 @@ def steps(
 def samples(
     run_id: RunId,
     step: Annotated[int, typer.Argument(min=0, help="The step, from 0.")],
+    to: Annotated[int | None, typer.Option(min=0, help="The last step; default: STEP.")] = None,
+    prompt: Annotated[str, typer.Option(help="Of this prompt only.")] = "",
+    min_reward: Annotated[float | None, typer.Option(help="With at least this reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="With at most this reward.")] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, help="Of at least so many tokens.")] = 0,
     text: Annotated[bool, typer.Option("--text", help="Whole responses, not their start.")] = False,
     as_json: AsJson = False,
     coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
 ) -> None:
-    """List the trained responses of one step."""
+    """List the trained responses of one step, or of several."""
 
     async def work(server: Coordinator) -> None:
-        groups = await server.list_samples(run_id, step)
+        groups = await server.list_samples(
+            run_id,
+            step,
+            last_step=to,
+            prompt_id=prompt,
+            min_reward=min_reward,
+            max_reward=max_reward,
+            min_tokens=min_tokens,
+        )
         if as_json:
             print_json(groups)
             return
@@ -139,12 +154,29 @@ def _print_run(run: pb.Run) -> None:
             ("steps", f"{run.step} of {run.planned_steps}" if run.planned_steps else str(run.step)),
             ("weight version", str(run.weight_version)),
             ("deferred draws", str(run.deferred_draw_count)),
+            *_wishes(run),
             ("weights", run.weights_uri),
             ("outputs", run.run_directory),
             ("started", _when(run.create_time)),
         ),
         "",
     )
+
+
+def _wishes(run: pb.Run) -> list[tuple[str, str]]:
+    """What people asked of the run; nothing in most runs."""
+    updated = json_format.MessageToDict(run.updated_settings)
+    waiting = json_format.MessageToDict(run.waiting_settings)
+    rows = [
+        ("updated", json.dumps(updated) if updated else ""),
+        ("updated when drained", json.dumps(waiting) if waiting else ""),
+        ("pending changes", str(run.pending_change_count or "")),
+        ("pauses at step", str(run.pause_at_step or "")),
+        ("place in the queue", str(run.queue_position or "")),
+        ("added prompts", str(run.added_prompt_count or "")),
+        ("dropped draws", str(run.dropped_draw_count or "")),
+    ]
+    return [(name, value) for name, value in rows if value]
 
 
 def _run_cells(run: pb.Run) -> tuple[str, ...]:

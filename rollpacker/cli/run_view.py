@@ -106,8 +106,9 @@ class EventLines:
     it begins.
     """
 
-    def __init__(self) -> None:
-        self._run = ""
+    def __init__(self, told: str = "") -> None:
+        """`told`: the line of the run that the log has already."""
+        self._run = told
         self._raised: set[str] = set()
 
     def of(self, event: pb.WatchRunResponse) -> list[str]:

@@ -32,6 +32,9 @@ def submit(
     overrides: Overrides = None,
     run_id: Annotated[str, typer.Option(help="Default: from the run file's name.")] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
+    queue: Annotated[
+        bool, typer.Option("--queue", help="Wait for the end of the run that is active.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print the resolved settings, as YAML.")
     ] = False,
@@ -45,10 +48,12 @@ def submit(
         return
 
     async def work(server: Coordinator) -> None:
-        started = await server.start_run(run_id or default_run_id(config), settings)
-        print(run_view.run_line(started), flush=True)
+        name = run_id or default_run_id(config)
+        started = await server.start_run(name, settings, queue=queue)
+        line = run_view.run_line(started)
+        print(line, flush=True)
         if watch:
-            await follow_to_end(server, started.run_id)
+            await follow_to_end(server, name, told=line)
 
     ask(coordinator, work)
 
@@ -103,9 +108,12 @@ def evaluate(
     ask(coordinator, work)
 
 
-async def follow_to_end(server: Coordinator, run_id: str) -> None:
-    """Show a run until it has ended. Raises CommandError if it failed."""
-    await live.follow(server, run_id)
+async def follow_to_end(server: Coordinator, run_id: str, told: str = "") -> None:
+    """Show a run until it has ended; `told` is the line of it that was printed before.
+
+    Raises CommandError if it failed.
+    """
+    await live.follow(server, run_id, told)
     ended = await server.get_run(run_id)
     if ended.state == pb.Run.STATE_FAILED:
         raise CommandError(f"run {run_id} failed: {ended.failure}", WORK_FAILED)

@@ -20,8 +20,8 @@ _STEPS_SHOWN = 12
 _REFRESH_PER_SECOND = 4
 
 
-async def follow(coordinator: Coordinator, run_id: str) -> RunView:
-    """Show a run until it has ended; returns what was seen.
+async def follow(coordinator: Coordinator, run_id: str, told: str = "") -> RunView:
+    """Show a run until it has ended; returns what was seen. `told`: the run's line so far.
 
     Raises UnavailableError when no coordinator answered for as long as it has patience.
     """
@@ -33,7 +33,7 @@ async def follow(coordinator: Coordinator, run_id: str) -> RunView:
                 view.apply(event)
                 live.update(_picture(view))
     else:
-        log = EventLines()
+        log = EventLines(told)
         async for event in events:
             view.apply(event)
             for line in log.of(event):

@@ -36,14 +36,16 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-def open_channel(address: str, *, takes_turns: bool = False) -> grpc.aio.Channel:
+def open_channel(
+    address: str, security: Security | None = None, *, takes_turns: bool = False
+) -> grpc.aio.Channel:
     """A channel to "host:port" or "unix:///path"; connects when first used, and again after.
 
     `takes_turns`: a name with several addresses stands for replicas, and calls go to each in turn.
-    With TLS and token where the environment gives them (`rollpacker.rpc.security`).
-    Raises InvalidArgumentError when it gives half of them.
+    With TLS and token of `security`, or where the environment gives them
+    (`rollpacker.rpc.security`). Raises InvalidArgumentError when it gives half of them.
     """
-    security = Security.from_environment()
+    security = security or Security.from_environment()
     options = (*_OPTIONS, _IN_TURN) if takes_turns else _OPTIONS
     if not security.uses_tls:
         return grpc.aio.insecure_channel(

@@ -200,3 +200,43 @@ def test_stop_asks_for_the_end_that_was_named(
 
 def test_two_ways_to_stop_at_once_are_refused(coordinator: str) -> None:
     assert invoke(coordinator, "stop", "finished", "--drain", "--now")[0] == 2
+
+
+def test_a_run_is_paused_and_goes_on_for_some_steps(coordinator: str, config: Path) -> None:
+    assert invoke(coordinator, "submit", config, "--run-id", "control")[0] == 0
+    assert "paused" in invoke(coordinator, "pause", "control", "--now")[1]
+    assert "PAUSE_MODE_IMMEDIATELY" in invoke(coordinator, "status", "control")[1]
+    assert invoke(coordinator, "resume", "control", "--steps", "2")[0] == 0
+    assert "pauses at step 2" in invoke(coordinator, "status", "control")[1]
+
+
+def test_settings_prompts_and_draws_of_a_run_are_changed(
+    coordinator: str, config: Path, tmp_path: Path
+) -> None:
+    assert invoke(coordinator, "submit", config, "--run-id", "changed")[0] == 0
+    changes = ("trainer.learning_rate=0.5", "max_steps=7")
+    assert invoke(coordinator, "update", "changed", *changes)[0] == 0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt_id": "a"}\n\n{"prompt_id": "b"}\n')
+    assert "2 prompts added" in invoke(coordinator, "add", "changed", rows)[1]
+    assert invoke(coordinator, "drop", "changed", "0:p9", "--reason", "wrong")[0] == 0
+    out = invoke(coordinator, "status", "changed")[1]
+    assert '"learning_rate": 0.5' in out
+    assert "added prompts 2" in out
+    assert "dropped draws 1" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("update", "x", "trainer.learning_rate"), "write section.key=value"),
+        (("drop", "x", "p9", "--reason", "r"), "is not EPOCH:PROMPT"),
+        (("add", "x", "/nowhere.jsonl"), "cannot be read as JSONL"),
+    ],
+)
+def test_wrong_words_for_a_change_are_one_line_and_status_2(
+    coordinator: str, command: tuple[str, ...], said: str
+) -> None:
+    status, _, err = invoke(coordinator, *command)
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert said in err

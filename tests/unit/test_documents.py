@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rollpacker.api_reference import api_reference
 from rollpacker.settings_reference import settings_reference
 
 ROOT = Path(__file__).parents[2]
@@ -13,6 +14,10 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("service
 
 def test_the_reference_of_the_run_settings_is_written_from_the_code() -> None:
     assert (ROOT / "docs/run_settings.md").read_text() == settings_reference()
+
+
+def test_the_reference_of_the_api_is_written_from_the_protos() -> None:
+    assert (ROOT / "docs/api.md").read_text() == api_reference()
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:

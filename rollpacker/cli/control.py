@@ -1,0 +1,174 @@
+"""The commands that change a run which is there: pause, resume, step, set, draws, prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from rollpacker.cli import run_view
+from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
+from rollpacker.cli.failures import WRONG_INPUT, CommandError, told_in_one_line
+from rollpacker.cli.reports import RunId, ask
+from rollpacker.settings import SettingsError
+from rollpacker.types import DrawId
+from rollpacker.v1 import coordinator_service_pb2 as pb
+
+Draws = Annotated[list[str], typer.Argument(metavar="EPOCH:PROMPT", help="As `deferred` lists.")]
+_ROWS_PER_CALL = 500
+
+
+def pause(
+    run_id: RunId,
+    now: Annotated[
+        bool, typer.Option("--now", help="Abandon the open step; it is repeated later.")
+    ] = False,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Pause a run after its current step; it keeps its place and its workers."""
+    mode = pb.PAUSE_MODE_IMMEDIATELY if now else pb.PAUSE_MODE_AFTER_STEP
+
+    async def work(server: Coordinator) -> None:
+        print(run_view.run_line(await server.pause_run(run_id, mode)))
+
+    ask(coordinator, work)
+
+
+def resume(
+    run_id: RunId,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Pause again after so many steps; 0: do not.")
+    ] = 0,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Let a paused run go on."""
+
+    async def work(server: Coordinator) -> None:
+        until = (await server.get_run(run_id)).step + steps if steps else 0
+        print(run_view.run_line(await server.resume_run(run_id, until)))
+
+    ask(coordinator, work)
+
+
+def update(
+    run_id: RunId,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE", help="trainer.learning_rate=1e-6")
+    ],
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Change settings of a run, from its next round on."""
+    with told_in_one_line():
+        settings = nested(changes)
+
+    async def work(server: Coordinator) -> None:
+        print(run_view.run_line(await server.update_run(run_id, settings)))
+
+    ask(coordinator, work)
+
+
+def long_round(run_id: RunId, coordinator: CoordinatorAddress = DEFAULT_ADDRESS) -> None:
+    """Make the next round a long one: it trains deferred draws."""
+
+    async def work(server: Coordinator) -> None:
+        print(run_view.run_line(await server.force_long_round(run_id)))
+
+    ask(coordinator, work)
+
+
+def checkpoint(run_id: RunId, coordinator: CoordinatorAddress = DEFAULT_ADDRESS) -> None:
+    """Have the trainer write a checkpoint now."""
+
+    async def work(server: Coordinator) -> None:
+        print(f"{run_id}: weight version {await server.save_checkpoint(run_id)} is saved")
+
+    ask(coordinator, work)
+
+
+def add(
+    run_id: RunId,
+    rows: Annotated[Path, typer.Argument(metavar="ROWS", help="JSONL, each with a prompt_id.")],
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Add prompts to a run; those that it has already are skipped."""
+    with told_in_one_line():
+        values = read_rows(rows)
+
+    async def work(server: Coordinator) -> None:
+        added = known = 0
+        for first in range(0, len(values), _ROWS_PER_CALL):
+            answer = await server.add_prompts(run_id, values[first : first + _ROWS_PER_CALL])
+            added, known = added + answer.added_count, known + answer.known_count
+        print(f"{run_id}: {added} prompts added, {known} known already")
+
+    ask(coordinator, work)
+
+
+def requeue(
+    run_id: RunId,
+    draws: Draws,
+    level: Annotated[int, typer.Option(min=1, help="Of the queue.")] = 1,
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Move deferred draws to the front of a level; dropped ones come back."""
+    with told_in_one_line():
+        names = [draw_id(text) for text in draws]
+
+    async def work(server: Coordinator) -> None:
+        print(run_view.run_line(await server.requeue_draws(run_id, names, level)))
+
+    ask(coordinator, work)
+
+
+def drop(
+    run_id: RunId,
+    draws: Draws,
+    reason: Annotated[str, typer.Option(help="For the list of dropped draws.")],
+    coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
+) -> None:
+    """Take deferred draws out of the queue."""
+    with told_in_one_line():
+        names = [draw_id(text) for text in draws]
+
+    async def work(server: Coordinator) -> None:
+        print(run_view.run_line(await server.drop_draws(run_id, names, reason)))
+
+    ask(coordinator, work)
+
+
+def nested(changes: list[str]) -> dict[str, Any]:
+    """Dotted overrides as nested settings. Raises SettingsError."""
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, separator, text = change.partition("=")
+        if not separator or not key:
+            raise SettingsError([(change, "not a change; write section.key=value")])
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = yaml.safe_load(text) if text else None
+    return values
+
+
+def draw_id(text: str) -> DrawId:
+    """ "EPOCH:PROMPT". Raises CommandError."""
+    epoch, colon, prompt_id = text.partition(":")
+    if not (colon and epoch.isdecimal() and prompt_id):
+        raise CommandError(f"{text!r} is not EPOCH:PROMPT, for example 0:17", WRONG_INPUT)
+    return DrawId(int(epoch), prompt_id)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Raises CommandError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} cannot be read as JSONL: {error}", WRONG_INPUT) from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise CommandError(f"{path} holds no rows, or one that is no object", WRONG_INPUT)
+    return rows
