@@ -75,7 +75,12 @@ class TrainerSettings(Section):
         False, description="keep only the input of each layer and compute it again: less memory"
     )
     keep_checkpoints: int = Field(2, ge=1)
-    checkpoint_interval: int = Field(1, ge=1, description="steps between checkpoints")
+    checkpoint_interval: int = Field(
+        1,
+        ge=1,
+        description="steps between checkpoints; at 1 a step ends when its checkpoint is complete,"
+        " above 1 the run goes on while one is written and may be taken back to the one before",
+    )
 
     @model_validator(mode="after")
     def _normaliser_fits(self) -> Self:

@@ -415,7 +415,7 @@ class GetTrainerResponse(_message.Message):
     state: Global___GetTrainerResponse.State.ValueType
     """What it is doing."""
     accumulated_group_count: _builtins.int
-    """Groups whose gradients are in the open step's sums."""
+    """Groups of the open step whose gradients are in its sums, or being added to them."""
     world_size: _builtins.int
     """Trainer processes."""
     def __init__(

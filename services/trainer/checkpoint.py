@@ -4,33 +4,34 @@ A checkpoint holds the model and the optimizer (torch.distributed.checkpoint, so
 by another number of ranks), and `record.json`: the step's result, the settings hash, the run
 snapshot of the coordinator and the count of updates skipped in a row.
 
-Life of one: *partial* (in a directory `.partial-...`, files fsynced) -> *renamed* -> *complete*
-(the marker, written last, lists every file with its size). Only complete ones are ever loaded;
-anything else is a crash's remainder, skipped with a warning and replaced when its version is
-saved again. A checkpoint is never changed after its marker was written. The marker goes first
+Life of one: *copied* (model and optimizer, in memory) -> *partial* (written by a thread of each
+rank while the trainer goes on, in a directory `.partial-...`, files fsynced) -> *renamed* ->
+*complete* (the marker, written last, lists every file with its size). Only complete ones are ever
+loaded; anything else is a crash's remainder, skipped with a warning and replaced when its version
+is saved again. A checkpoint is never changed after its marker was written. The marker goes first
 when an old one is deleted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from google.protobuf import json_format
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rollpacker import wire
 from rollpacker.types import StepResult
@@ -41,6 +42,7 @@ _RECORD = "record.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
 _log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,38 +120,39 @@ class CheckpointStore:
         return sorted(self._directory.glob(f"{_PREFIX}[0-9]*"))
 
 
-def save_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write model and optimizer into an empty directory, fsynced. Collective."""
+def start_saving(
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: ProcessGroup | None,
+) -> Future[Any]:
+    """Copy model and optimizer, and begin to write the copy into an empty directory, fsynced.
+
+    Collective over `group`, which nothing else uses; None: one process. The future is done when
+    the files of all ranks are written. Raises, now or there, what keeps them from being written.
+    """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    with _quiet_when_alone() as alone:
-        save(
-            state,
-            storage_writer=FileSystemWriter(directory, sync_files=True),
-            no_dist=alone,
-        )
+    written = async_save(
+        {"model": model_state, "optimizer": optimizer_state},
+        storage_writer=FileSystemWriter(directory, sync_files=True),
+        process_group=group,
+        no_dist=group is None,
+    )
+    return cast("Future[Any]", written)
 
 
 def load_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read model and optimizer, whatever number of ranks wrote them. Collective."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    with _quiet_when_alone() as alone:
-        load(state, storage_reader=FileSystemReader(directory), no_dist=alone)
+    alone = not torch.distributed.is_initialized()
+    load(state, storage_reader=FileSystemReader(directory), no_dist=alone)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-
-
-@contextlib.contextmanager
-def _quiet_when_alone() -> Iterator[bool]:
-    """Whether there is one process only; its warning that it is alone says nothing new."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield not torch.distributed.is_initialized()
 
 
 def fsync(path: Path) -> None:

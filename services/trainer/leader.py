@@ -2,6 +2,7 @@
 
     Leader --torch thread--> replica 0 (its own)
        +----post thread----> queue of replica 1, 2, ...
+       +----write thread---> files of checkpoints, beside the commands
 
 Each replica runs its commands one after the other, in the order of the calls; the event loop stays
 free, so health, GetTrainer and heartbeats are answered during an update. A caller that is cancelled
@@ -19,9 +20,10 @@ import asyncio
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from rollpacker.rpc.errors import UnavailableError
 from services.trainer.model import ModelNotFoundError
@@ -33,6 +35,7 @@ from services.trainer.replica import (
     GatherWeights,
     Ping,
     Replica,
+    SaveTensors,
     Shutdown,
     Update,
     WholeWeights,
@@ -56,6 +59,7 @@ class Leader:
             max_workers=1, thread_name_prefix="torch", initializer=ranks.enter_thread
         )
         self._posts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="posts")
+        self._writes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writes")
         self._own_waiting = 0  # windows before replica 0
         self._loop = asyncio.get_running_loop()
         self._failure: BaseException | None = None
@@ -110,6 +114,15 @@ class Leader:
         """Slow work of the leader alone, in order with the commands."""
         return await asyncio.shield(self._in_torch_thread(work))
 
+    async def save_tensors(self, directory: Path) -> Future[Any]:
+        """Copy the tensors; the future is done when all ranks have written their copy."""
+        return cast("Future[Any]", await self.everywhere(SaveTensors(directory)))
+
+    async def in_write_thread(self, work: Callable[[], Result]) -> Result:
+        """Slow work of the leader alone, beside the commands and in order with its like."""
+        work_done = self._loop.run_in_executor(self._writes, self._guard, work)
+        return await asyncio.shield(work_done)
+
     async def watch(self) -> None:
         """For ever: sees to it that the ranks are alive. Raises what made the leader fail."""
         while self._failure is None:
@@ -126,6 +139,7 @@ class Leader:
             await self.everywhere(Shutdown())
         self._posts.shutdown()
         self._thread.shutdown()
+        self._writes.shutdown()
 
     def _execute(self, commands: Sequence[Command]) -> asyncio.Future[object]:
         """Queue commands for replica 0, one per rank of it."""

@@ -1,9 +1,11 @@
 """A run that is open: its weights in the ranks, on disk, and in the results kept in Redis.
 
-Order of what an update leaves behind: weights in memory -> checkpoint -> publication -> (in one
-assignment) `progress` -> result in Redis -> groups acknowledged. A crash before the checkpoint
-loses the update and nothing else; a crash after it loses nothing, for `load` records the result
-that Redis lacks. What comes after `progress` may be repeated, and is, by `result_of`.
+Order of what an update leaves behind: weights in memory -> checkpoint and publication, side by
+side -> (in one assignment) `progress` -> result in Redis -> groups acknowledged. A crash before the
+checkpoint is complete loses the update and nothing else; a crash after it loses nothing, for `load`
+records the result that Redis lacks. What comes after `progress` may be repeated, and is, by
+`result_of`. Where only some steps have a checkpoint, a step may be lost anyway: there nobody waits
+until one is complete, but the next one.
 
 Results in Redis of steps that the loaded weights do not contain (more than one step lay between
 two checkpoints) speak of updates that are lost; `load` removes them.
@@ -24,12 +26,13 @@ from rollpacker.store import keys
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import Draw, StepResult
 from services.trainer.checkpoint import Checkpoint, CheckpointRecord, CheckpointStore
+from services.trainer.checkpoint_writer import CheckpointWriter
 from services.trainer.leader import Leader
 from services.trainer.metrics import step_metrics
 from services.trainer.model import ModelNotFoundError
 from services.trainer.open_step import OpenStep
 from services.trainer.redis_retry import through_restarts
-from services.trainer.replica import Open, SaveTensors
+from services.trainer.replica import Open
 from services.trainer.settings import RunSpec
 from services.trainer.update import UpdateOutcome
 from services.trainer.weight_publisher import WeightPublisher
@@ -74,7 +77,7 @@ class OpenRun:
         self.settings_hash = spec.settings_hash()
         self._redis = redis
         self._leader = leader
-        self._checkpoints = _checkpoints(roots, spec)
+        self._checkpoints = CheckpointWriter(leader, _checkpoints(roots, spec))
         self._publisher = WeightPublisher(roots.weights / spec.run_id, spec.model_directory)
         self._unacknowledged: OpenStep | None = None
         record = newest.record if newest else None
@@ -173,6 +176,10 @@ class OpenRun:
             )
         return result
 
+    async def close(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        await self._checkpoints.complete()
+
     async def _reconcile_results(self) -> None:
         """Make the results in Redis say what the loaded weights say."""
         step, result = self.weight_version, self.progress.result
@@ -187,23 +194,24 @@ class OpenRun:
             step += 1
 
     async def _save_and_publish(self, record: CheckpointRecord) -> Mapping[str, float]:
-        """Returns how long it took. The checkpoint comes first: what is published can be loaded."""
+        """Returns how long each kept the caller waiting."""
         start = time.monotonic()
-        version = record.weight_version
-        if version % self.spec.settings.checkpoint_interval == 0:
-            await self._save(record)
-        saved = time.monotonic()
-        await self._publish(version)
+        interval = self.spec.settings.checkpoint_interval
+        if record.weight_version % interval == 0:
+            await self._checkpoints.begin(record)
+        begun = time.monotonic()
+        await self._publish(record.weight_version)
+        published = time.monotonic()
+        if interval == 1:
+            await self._checkpoints.complete()
         return {
-            "checkpoint_seconds": saved - start,
-            "publish_seconds": time.monotonic() - saved,
+            "checkpoint_seconds": begun - start + time.monotonic() - published,
+            "publish_seconds": published - begun,
         }
 
     async def _save(self, record: CheckpointRecord) -> None:
-        version = record.weight_version
-        partial = await self._leader.in_thread(lambda: self._checkpoints.begin(version))
-        await self._leader.everywhere(SaveTensors(partial))
-        await self._leader.in_thread(lambda: self._checkpoints.commit(partial, record))
+        await self._checkpoints.begin(record)
+        await self._checkpoints.complete()
 
     async def _publish(self, version: int) -> None:
         whole = await self._leader.gather_weights()

@@ -91,26 +91,28 @@ class StreamPacker:
     replica_count: int = 1
     trained_tokens: int = 0  # of all groups taken so far
     trained_responses: int = 0
-    group_count: int = 0
+    windowed_groups: int = 0  # of them, in windows
     _waiting: list[PromptGroup] = field(default_factory=list)
 
     def add(self, group: PromptGroup) -> list[Window] | None:
         """Take the next group. When it has filled a window: that window, an item per rank."""
         self._waiting.append(group)
-        self.group_count += 1
         self.trained_responses += len(group.responses)
         self.trained_tokens += sum(_trainable_count(scored) for scored in group.responses)
         if len(self._waiting) < WINDOW_GROUPS * self.shard_size:
             return None
-        groups, self._waiting = self._waiting, []
-        return self._window(groups)
+        return self._window(self._take_waiting())
 
     def flush(self) -> list[list[Window]]:
         """The groups that wait, as a last window per replica, each with an item per rank; it may
         hold no micro-batch at all."""
-        groups, self._waiting = self._waiting, []
-        count = self.replica_count
+        groups, count = self._take_waiting(), self.replica_count
         return [self._window(groups[replica::count]) for replica in range(count)]
+
+    def _take_waiting(self) -> list[PromptGroup]:
+        groups, self._waiting = self._waiting, []
+        self.windowed_groups += len(groups)
+        return groups
 
     def _window(self, groups: Sequence[PromptGroup]) -> list[Window]:
         packed = [

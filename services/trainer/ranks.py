@@ -67,6 +67,7 @@ class Ranks:
         self._shards: dist.ProcessGroup | None = None
         self._replicas: dist.ProcessGroup | None = None
         self.queues: WorkQueues | None = None
+        self.saving: dist.ProcessGroup | None = None  # of the threads that write checkpoints
         if self.world_size > 1:
             self._join(device_type, timedelta(seconds=timeout_seconds))
 
@@ -74,6 +75,7 @@ class Ranks:
         backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timeout)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self.saving = dist.new_group(backend="gloo", timeout=timeout)
         shape = (self.replica_count, self.shard_size)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
         if self.shard_size > 1:

@@ -17,6 +17,7 @@ ends the process, and the run goes on from its newest checkpoint.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -72,7 +73,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class SaveTensors:
-    """Write model and optimizer into an empty directory."""
+    """Copy model and optimizer and begin to write the copy into an empty directory.
+
+    Returns a future that is done when all ranks have written. The one before must be.
+    """
 
     directory: Path
 
@@ -120,6 +124,7 @@ class Replica:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._run: _Run | None = None
+        self._written: Future[Any] | None = None  # of the last SaveTensors
 
     def execute(self, command: Command) -> object:
         """Do what a command says and return its result."""
@@ -138,11 +143,11 @@ class Replica:
             case Update():
                 return self._update()
             case SaveTensors(directory):
-                run = self._opened
-                checkpoint.save_tensors(directory, run.model.module, run.optimizer)
+                return self._save(directory)
             case GatherWeights():
                 return self._gather()
             case Shutdown():
+                self._finish_saving()
                 self._ranks.sum(torch.zeros(1))  # nobody leaves before all have heard of it
             case Ping():
                 pass
@@ -185,6 +190,19 @@ class Replica:
         )
         model.module.requires_grad_(False)
         return model
+
+    def _save(self, directory: Path) -> Future[Any]:
+        self._finish_saving()
+        run = self._opened
+        self._written = checkpoint.start_saving(
+            directory, run.model.module, run.optimizer, self._ranks.saving
+        )
+        return self._written
+
+    def _finish_saving(self) -> None:
+        if self._written is not None:
+            self._written.result()
+            self._written = None
 
     def _update(self) -> UpdateOutcome:
         run = self._opened

@@ -64,7 +64,7 @@ class Session:
 
     @property
     def accumulated_group_count(self) -> int:
-        return self._step.packer.group_count if self._step else 0
+        return self._step.packer.windowed_groups if self._step else 0
 
     @property
     def activity(self) -> Activity:
@@ -162,6 +162,8 @@ class Session:
                 if run.weight_version > 0:
                     raise settings_differ(spec.run_id)
             await self._close_step()
+            if run:
+                await run.close()
             self._run = None
             self._run = await OpenRun.load(self._redis, self._leader, spec, self._roots)
             return self._run.progress.weights

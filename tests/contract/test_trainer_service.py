@@ -240,8 +240,8 @@ async def test_groups_accumulate_while_the_step_is_open_and_weights_do_not_move(
     await opened.start(0)
     await fill_stream(redis_client, 0, make_groups(0, 9))
 
-    async def all_taken():
-        return (await opened.get()).accumulated_group_count == 9
+    async def all_taken():  # a window of 8; the ninth waits for others
+        return (await opened.get()).accumulated_group_count == 8
 
     await until(all_taken)
     state = await opened.get()
@@ -440,7 +440,7 @@ async def test_an_abandoned_step_leaves_no_trace_in_the_next_one(model, redis_cl
                 await fill_stream(redis_client, 0, groups[:9])
 
                 async def window_taken(trainer=trainer):
-                    return (await trainer.get()).accumulated_group_count == 9
+                    return (await trainer.get()).accumulated_group_count == 8
 
                 await until(window_taken)
                 await trainer.abandon(0)
@@ -534,6 +534,58 @@ async def test_updates_after_the_last_checkpoint_are_taken_back_with_their_resul
         await redis_client.delete(keys.step_samples(RUN, 2))
         again = await trainer.train(redis_client, 2, make_groups(2))
         assert _without_times(again.metrics) == _without_times(results[2].metrics)
+
+
+def hold_checkpoints(trainer) -> threading.Event:
+    """No checkpoint becomes complete before the event is set."""
+    gate = threading.Event()
+    save_tensors = trainer.leader.save_tensors
+
+    async def save_and_hold(directory):
+        written = await save_tensors(directory)
+        asyncio.ensure_future(trainer.leader.in_write_thread(gate.wait))
+        return written
+
+    trainer.leader.save_tensors = save_and_hold
+    return gate
+
+
+async def test_finish_step_waits_for_the_checkpoint_of_its_step_but_publishes_meanwhile(
+    opened, redis_client, tmp_path
+):
+    gate = hold_checkpoints(opened)
+    training = asyncio.create_task(opened.train(redis_client, 0, make_groups(0)))
+
+    async def published():
+        return (tmp_path / "weights" / RUN / "step_000001").exists()
+
+    await until(published)
+    assert not training.done()
+    gate.set()
+    assert (await training).weight_version == 1
+    assert (tmp_path / "checkpoints" / RUN / "step_000001" / "COMPLETE").exists()
+
+
+async def test_where_some_steps_have_a_checkpoint_training_goes_on_while_one_is_written(
+    trainer, model, redis_client, tmp_path
+):
+    """It holds the weights of its own step; the next one waits for it, and so does the end."""
+    request = open_run_request(model, trainer_settings(checkpoint_interval=2))
+    await trainer.open(request)
+    gate = hold_checkpoints(trainer)
+    for step in range(3):
+        await trainer.train(redis_client, step, make_groups(step))
+    checkpoints = tmp_path / "checkpoints" / RUN
+    assert [path.name for path in checkpoints.iterdir()] == [".partial-000002"]
+    fourth = asyncio.create_task(trainer.train(redis_client, 3, make_groups(3)))
+
+    async def updating():
+        return (await trainer.get()).state == pb.GetTrainerResponse.STATE_UPDATING
+
+    await until(updating)
+    gate.set()
+    await fourth
+    assert (checkpoints / "step_000002" / "COMPLETE").exists()
 
 
 async def test_an_orderly_end_lets_the_update_come_to_its_end(model, redis_client, tmp_path):

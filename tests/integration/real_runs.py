@@ -34,6 +34,8 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from rollpacker.v1 import rollout_service_pb2 as rollout_pb
 from rollpacker.v1 import rollout_service_pb2_grpc as rollout_pb_grpc
+from rollpacker.v1.trainer_service_pb2 import GetTrainerRequest, GetTrainerResponse
+from rollpacker.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from services.coordinator.outputs import read_step_samples
 from tests.integration import processes
 from tests.tiny_run import run_settings
@@ -68,7 +70,7 @@ class Trace:
 
     schedule: list[Any]  # per step its kind, level and ordered (draw, seeds)
     responses: list[Any]  # per step its ordered (draw, index, tokens, finish reason, reward)
-    updates: list[Any]  # per step the loss and the gradient norm, as the trainer computed them
+    metrics: list[Any]  # the lines of metrics.jsonl, without what timing may change
     weights: dict[str, bytes]  # the published versions that are kept, bit by bit
 
 
@@ -76,12 +78,13 @@ class RealStack:
     """A running stack, and the calls that tests make."""
 
     def __init__(self, stack: LocalStack, redis: Redis, channels: dict[str, Any]) -> None:
-        """`channels`: to the coordinator and the replicas, by process name."""
+        """`channels`: to the coordinator, the replicas and the trainer, by process name."""
         self.stack = stack
         self.redis = redis
         self.directory = stack.layout.directory
         self._processes: dict[int, str] = {}  # every process ever seen, with its start time
         self._stub: Any = pb_grpc.CoordinatorServiceStub(channels["coordinator"])
+        self._trainer: Any = TrainerServiceStub(channels["trainer-0"])
         self._replicas: dict[str, Any] = {
             name: rollout_pb_grpc.RolloutServiceStub(channel)
             for name, channel in channels.items()
@@ -146,9 +149,9 @@ class RealStack:
                 for step in steps
             ],
             responses=[list(map(_responses, of_step)) for of_step in groups],
-            updates=[
-                [step.metrics[f"trainer/{name}"] for name in ("loss", "grad_norm")]
-                for step in steps
+            metrics=[
+                {name: value for name, value in line.items() if not _depends_on_timing(name)}
+                for line in self.metrics(run_id)
             ],
             weights={
                 path.parent.name: path.read_bytes()
@@ -231,6 +234,46 @@ class RealStack:
         self.note_processes()
         os.kill(await self.pid(f"rank-{rank}"), signal.SIGKILL)
 
+    async def kill_rank_amid_sums(self, run_id: str, step: int, rank: int) -> int:
+        """kill -9 a trainer process while gradients of that step or a later one are summed.
+
+        Returns how many groups were in the sums, or on their way into them."""
+        agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
+        while True:
+            trainer = await call(lambda: self._trainer.GetTrainer(GetTrainerRequest(), timeout=10))
+            summed = trainer.accumulated_group_count
+            accumulating = trainer.state == GetTrainerResponse.STATE_ACCUMULATING
+            if accumulating and summed and trainer.step >= step:
+                break
+            await self.moment(run_id)
+        await self._kill_rank(agent, pid)
+        return summed
+
+    async def kill_rank_amid_checkpoint(self, run_id: str, step: int, rank: int) -> int:
+        """kill -9 a trainer process while the checkpoint of that step or a later one is written,
+        which never becomes complete. One that became complete all the same is tried again.
+        Returns the step."""
+        directory = self.directory / "checkpoints" / run_id
+        await self.reach(run_id, Moment(step, 0))
+        while True:
+            agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
+            while not (partial := list(directory.glob(".partial-*"))):
+                self.stack.supervisor.check()
+                await asyncio.sleep(0)
+            await self._kill_rank(agent, pid)
+            version = int(partial[0].name.rpartition("-")[2])
+            if not (directory / f"step_{version:06d}" / "COMPLETE").exists():
+                return version - 1
+
+    async def _kill_rank(self, agent: int, pid: int) -> None:
+        """Returns when torchrun, its parent, has ended the others and itself."""
+        self.note_processes()
+        start = processes.start_time(agent)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        while start is not None and processes.start_time(agent) == start:
+            await asyncio.sleep(_POLL_SECONDS)
+
     async def pid(self, name: str) -> int:
         """Of a process of the stack, or of "rank-N" of several trainer processes; waits while it
         is being started again."""
@@ -303,7 +346,7 @@ async def entered_stack(stack: LocalStack, slots: int) -> AsyncIterator[RealStac
         channels = {
             name: await entered.enter_async_context(open_channel(stack.layout.address(name)))
             for name in stack.pids
-            if name == "coordinator" or name.startswith("rollout")
+            if name.startswith(("coordinator", "rollout", "trainer"))
         }
         redis = connect(stack.redis_url)
         entered.push_async_callback(redis.aclose)
@@ -343,6 +386,15 @@ async def _running_responses(replica: Any) -> int:
     except UnavailableError:
         return 0
     return engine.stats.running_response_count
+
+
+_TIMES = ("timing_s/", "_seconds", "_time", "_wait_s")
+# How far the losers of a round had come when they were told, and what of it their drafts kept.
+_LOSERS = ("perf/", "carry/", "bias/uncensored_mean", "bias/ratio")
+
+
+def _depends_on_timing(metric: str) -> bool:
+    return metric.startswith((*_TIMES, *_LOSERS)) or metric.endswith(_TIMES)
 
 
 def _name(draw: Any) -> str:

@@ -102,7 +102,7 @@ async def test_rewards_that_are_all_equal_move_no_weight(real: RealStack) -> Non
     rows = [{"prompt": f"{i}+1=", "answer": "7", "answer_after": "never said"} for i in range(12)]
     trace = await run(real, "equal", 12, rows)
     assert set(rewards(trace)) == {0.0}
-    assert all(norm == 0.0 for _, norm in trace.updates)
+    assert all(line["trainer/grad_norm"] == 0.0 for line in trace.metrics)
     assert len(set(trace.weights.values())) == 1
 
 

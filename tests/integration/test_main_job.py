@@ -20,6 +20,7 @@ import pytest_asyncio
 from rollpacker.round_log import replayed
 from rollpacker.simulation.recorded_run import recorded_rounds
 from rollpacker.store import keys
+from services.trainer.packing import WINDOW_GROUPS
 from tests.integration.real_runs import (
     OUTCOME,
     RESULT,
@@ -69,7 +70,7 @@ async def assert_undisturbed(job: Job, run_id: str) -> None:
     assert (run.step, run.weight_version, run.deferred_draw_count) == (STEPS, STEPS, 0)
     assert trace.schedule == expected.schedule
     assert trace.responses == expected.responses
-    assert trace.updates == expected.updates
+    assert trace.metrics == expected.metrics
     assert trace.weights.keys() == expected.weights.keys()
     assert trace.weights == expected.weights
     lines = job.real.metrics(run_id)
@@ -96,7 +97,7 @@ async def test_the_undisturbed_run_uses_every_kind_of_round_and_learns(job: Job)
     assert Counter(trained_draws(job.undisturbed)) == Counter(
         f"0:{row}" for row in range(1, PROMPTS + 1)
     )
-    norms = [norm for _, norm in job.undisturbed.updates]
+    norms = [line["trainer/grad_norm"] for line in job.undisturbed.metrics]
     assert sum(norm > 0 for norm in norms) > STEPS / 2
     assert len(set(job.undisturbed.weights.values())) == len(job.undisturbed.weights) > 1
     await assert_undisturbed(job, "undisturbed")
@@ -169,15 +170,23 @@ async def test_pauses_longer_than_a_lease_change_nothing(job: Job) -> None:
     await assert_undisturbed(job, run_id)
 
 
-async def test_two_trainer_processes_train_every_draw_once_though_one_is_killed(
+async def test_two_trainer_processes_train_every_draw_once_though_one_is_killed_amid_its_work(
     tmp_path: Path,
 ) -> None:
+    """A rank that is lost ends all of them; the sums of the step are made again from its stream."""
     write_model(tmp_path / "model")
+    values = proof_settings(
+        tmp_path,
+        80,
+        tail_batching={"prompts_per_step": 20, "responses_per_prompt": 2},
+        sampling={"max_response_tokens": 60},
+    )
     async with running_stack(tmp_path, trainers=2) as real:
-        await real.start("r", proof_settings(tmp_path, 24, **VALUES))
-        await real.reach("r", Moment(2, OUTCOME))
-        await real.kill_rank(1)
+        await real.start("r", values)
+        assert await real.kill_rank_amid_sums("r", 1, rank=1) >= 2 * WINDOW_GROUPS
+        assert await real.kill_rank_amid_checkpoint("r", 2, rank=0) < 4
         await real.succeeded("r")
         trace = await real.trace("r")
-    assert len(trace.schedule) == 6
-    assert Counter(trained_draws(trace)) == Counter(f"0:{row}" for row in range(1, 25))
+        superseded = await real.redis.llen(keys.superseded_steps("r"))
+    assert (len(trace.schedule), superseded) == (4, 0)
+    assert Counter(trained_draws(trace)) == Counter(f"0:{row}" for row in range(1, 81))

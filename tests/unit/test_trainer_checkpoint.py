@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(model_direct
     for step in range(2):
         train(interrupted, step)
     partial = store.begin(2)
-    interrupted.execute(SaveTensors(partial))
+    written = interrupted.execute(SaveTensors(partial))
+    train(interrupted, 2)  # while it is written
+    assert isinstance(written, Future)
+    written.result()
     path = store.commit(partial, record(2))
     resumed = open_replica(model_directory, path)
+    train(resumed, 2)
     assert_same_bits(resumed, interrupted)
-    for step in range(2, 4):
-        train(resumed, step)
+    train(resumed, 3)
     assert_same_bits(resumed, straight)
+
+
+def test_a_checkpoint_that_cannot_be_written_says_so(model_directory, tmp_path):
+    replica = open_replica(model_directory)
+    train(replica, 0)
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(BaseException, match="file"):
+        replica.execute(SaveTensors(tmp_path / "file")).result()
 
 
 def test_the_record_comes_back_as_it_was(tmp_path):

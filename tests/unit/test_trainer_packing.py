@@ -57,7 +57,7 @@ def test_every_response_is_in_exactly_one_micro_batch(
     batches = [batch for window in windows for rank in window for batch in rank.micro_batches]
     assert sorted(trained_rows(batches)) == sorted(expected_rows(groups))
     tokens = sum(len(s.response.token_ids) for group in groups for s in group.responses)
-    assert (packer.group_count, packer.trained_responses) == (count, 4 * count)
+    assert (packer.windowed_groups, packer.trained_responses) == (count, 4 * count)
     assert packer.trained_tokens == tokens
     assert packer.trained_tokens == sum(int(batch.mask.sum()) for batch in batches)
 
