@@ -20,7 +20,7 @@ from typing import Any, get_args
 from rollpacker.algorithms import Estimator
 from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
 from rollpacker.policy.commands import Command
-from rollpacker.policy.events import Event
+from rollpacker.policy.events import DrawsAdded, Event, GroupRestored
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.types import Draw, DrawId, RoundKind
@@ -113,6 +113,10 @@ def event_from_json(values: Mapping[str, Any]) -> Event:
     """The inverse of `to_json` for events. Raises KeyError, TypeError, ValueError."""
     given = dict(values)
     kind = _EVENTS[given.pop("type")]
+    if kind is DrawsAdded:
+        return DrawsAdded(
+            given["at"], given["requested"], _draws(given["draws"]), _restored(given["restored"])
+        )
     if "draw" in given:
         given["draw"] = DrawId(*given["draw"])
     event: Event = kind(**{name: _tuple(value) for name, value in given.items()})
@@ -179,6 +183,10 @@ def _advantages(values: Mapping[str, Any]) -> Any:
 
 def _draws(rows: Iterable[Mapping[str, Any]]) -> tuple[Draw, ...]:
     return tuple(_made(Draw, row) for row in rows)
+
+
+def _restored(rows: Iterable[Mapping[str, Any]]) -> tuple[GroupRestored, ...]:
+    return tuple(_made(GroupRestored, row, draw=lambda draw: DrawId(*draw)) for row in rows)
 
 
 def _draw_ids(rows: Iterable[Sequence[Any]]) -> frozenset[DrawId]:

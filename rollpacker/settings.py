@@ -42,6 +42,11 @@ class TailBatchingSettings(Section):
     response_speculation_factor: float | None = Field(
         None, ge=1, le=4, description="eta_R; above 1 in mode paper only, default 1.25 there"
     )
+    dynamic_sampling: bool = Field(
+        False,
+        description="DAPO: a group whose responses have no advantage (equal rewards) is dropped and"
+        " gives its place to the next one of the race, or to the next prompt of the data",
+    )
     max_deferral_age: int = Field(
         32, ge=1, description="steps after which a deferred draw's round comes next"
     )

@@ -285,3 +285,4 @@ class StepRecord:
     weight_version: int  # after the step
     draws: tuple[Draw, ...]  # trained, in order
     metrics: Mapping[str, float] = field(default_factory=dict)
+    flat_draws: tuple[Draw, ...] = ()  # dropped by dynamic sampling: no response had an advantage

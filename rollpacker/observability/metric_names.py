@@ -49,6 +49,8 @@ METRICS = (
     Metric("tail/launched_groups", "groups", "groups that the round launched"),
     Metric("tail/kept_groups", "groups", "groups that it trains"),
     Metric("tail/deferred_groups", "groups", "groups that it put off"),
+    Metric("tail/flat_groups", "groups",
+           "groups that dynamic sampling dropped: no response had an advantage"),
     Metric("tail/deferrals_total", "groups", "deferrals since the start of the run"),
     Metric("tail/queue_length", "draws", "draws queued after the step"),
     Metric("tail/max_age", "steps", "steps since the oldest queued draw's first launch"),

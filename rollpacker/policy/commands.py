@@ -32,6 +32,13 @@ class ScoreResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDraws:
+    """Launch so many new prompts in place of flat groups; answered by DrawsAdded."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class EmitGroup:
     """Append a group to the step's sample stream; advantages are in the order of indices."""
 
@@ -49,6 +56,7 @@ class FinishRound:
     generated_tokens: int  # decoded by this round, aborted responses included
     rollout_seconds: float  # from the first event to the last response that was needed
     race_wait_seconds: float  # of these, after enough groups were complete to fill the step
+    flat: tuple[DrawId, ...] = ()  # dropped: no advantage in the whole group; in launch order
 
 
-Command = LaunchGroup | AbortGroup | ScoreResponse | EmitGroup | FinishRound
+Command = LaunchGroup | AbortGroup | ScoreResponse | RequestDraws | EmitGroup | FinishRound

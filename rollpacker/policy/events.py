@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollpacker.types import DrawId
+from rollpacker.types import Draw, DrawId
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,16 @@ class GroupRestored:
     carried_tokens: int = 0  # of them all, not decoded by the round
 
 
+@dataclass(frozen=True, slots=True)
+class DrawsAdded:
+    """The answer to RequestDraws: the next prompts of the data, fewer at its end."""
+
+    at: float
+    requested: int
+    draws: tuple[Draw, ...]
+    restored: tuple[GroupRestored, ...] = ()  # those of them that won before a crash
+
+
 Event = (
     ReplicaJoined
     | ReplicaLost
@@ -95,4 +105,5 @@ Event = (
     | ResponseFinished
     | ResponseScored
     | GroupRestored
+    | DrawsAdded
 )

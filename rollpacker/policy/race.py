@@ -1,7 +1,8 @@
 """The race of a round: which groups are kept, and in which order they are trained.
 
 Every entrant is *running* (it has a lower bound: the tokens of its longest response so far) or
-*complete* (it has its key). Each entrant in the end becomes a winner or a loser, once.
+*complete* (it has its key). Each entrant in the end becomes a winner or a loser, once, unless it is
+withdrawn.
 
 `TokenRace`: the order is (longest response in tokens, launch order). An entrant is ranked when it
 is complete and no running entrant can still come before it; so winners, losers and their order are
@@ -21,6 +22,7 @@ from typing import Protocol
 from rollpacker.types import DrawId
 
 _Rank = tuple[int, int]  # (tokens, launch order)
+_BEHIND_ALL = 1 << 62  # tokens, as it were
 
 
 class Race(Protocol):
@@ -32,6 +34,16 @@ class Race(Protocol):
 
     def complete(self, draw: DrawId, key: int) -> None:
         """An entrant has all its responses; `key` is the longest one in tokens."""
+        ...
+
+    def add(self, draw: DrawId) -> None:
+        """One more entrant, in the place of one that was withdrawn: it wins unless it is withdrawn.
+        It is trained behind the first entrants, which may have won before it was added."""
+        ...
+
+    def withdraw(self, draw: DrawId) -> None:
+        """A running entrant leaves: it becomes neither a winner nor a loser. A protected one
+        leaves its place to one that is added."""
         ...
 
     def take_winners(self) -> list[DrawId]:
@@ -54,7 +66,7 @@ class TokenRace:
     def __init__(
         self, entrants: Sequence[DrawId], places: int, protected: frozenset[DrawId] = frozenset()
     ) -> None:
-        self._ids = tuple(entrants)
+        self._ids = list(entrants)
         self._order = {draw: order for order, draw in enumerate(entrants)}
         self._protected = protected & self._order.keys()
         self._free_places = places - len(self._protected)
@@ -80,13 +92,27 @@ class TokenRace:
         if draw not in self._running:
             return
         self._running.discard(draw)
-        self._bounds[draw] = key
+        self._bounds[draw] = max(key, self._bounds[draw])
         if draw in self._protected:
             return
         bisect.insort(self._complete_ranks, self._rank(draw))
         last = self._last_place()
         if last is not None:
             self._lose_all_behind(last)
+
+    def add(self, draw: DrawId) -> None:
+        self._order[draw] = len(self._ids)
+        self._ids.append(draw)
+        self._bounds[draw] = _BEHIND_ALL
+        self._protected |= {draw}
+        self._running.add(draw)
+        heapq.heappush(self._heap, self._rank(draw))
+
+    def withdraw(self, draw: DrawId) -> None:
+        if draw not in self._running:
+            return
+        self._running.discard(draw)
+        self._lost.add(draw)  # nobody is told
 
     def take_winners(self) -> list[DrawId]:
         winners = []
@@ -161,6 +187,13 @@ class ArrivalRace:
         if draw not in self._protected:
             self._free_places -= 1
             self._close_if_full()
+
+    def add(self, draw: DrawId) -> None:
+        self._open[draw] = None
+        self._protected |= {draw}
+
+    def withdraw(self, draw: DrawId) -> None:
+        self._open.pop(draw, None)
 
     def take_winners(self) -> list[DrawId]:
         winners, self._winners = self._winners, []

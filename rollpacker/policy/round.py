@@ -8,30 +8,37 @@ The life of a group:
                                        |                                  |                  v
                                        +--------- lost the race ----------+--> LOST       EMITTED
 
+    with dynamic sampling: RUNNING --finished--> FINISHED --rewards--> COMPLETE, or FLAT
+
 The race (`rollpacker.policy.race`) alone says who wins; the round carries it out: it launches
 waiting groups where there is room (one group on one replica, longest first, to the replica with
 the fewest tokens outstanding and within its KV budget), sends finished responses to be scored,
 aborts losers, and emits winners. Groups are emitted in the order of the race, so that in a token
 race the trainer sums the same numbers in the same order whatever the timing.
 
+With dynamic sampling a group enters the race when its rewards are known, and leaves it when they
+give no response an advantage: it is *flat* (`rollpacker.policy.flat_groups`). Its bound stands in
+the race before that, so rewards delay the end of a round and never reorder it.
+
 What never happens: a group is emitted twice, or with fewer than R0 responses; a response is
-launched again after it finished; a reward decides who is kept.
+launched again after it finished; a reward decides who is kept, but for flat groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollpacker.policy.advantages import group_advantages
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
     EmitGroup,
     FinishRound,
     LaunchGroup,
+    RequestDraws,
     ScoreResponse,
 )
 from rollpacker.policy.events import (
+    DrawsAdded,
     Event,
     GroupInterrupted,
     GroupRestored,
@@ -42,6 +49,7 @@ from rollpacker.policy.events import (
     ResponseFinished,
     ResponseScored,
 )
+from rollpacker.policy.flat_groups import Replacements, dropped_draws
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
 from rollpacker.policy.round_state import Group, GroupState, Replica
 from rollpacker.policy.scale_down import ReplicaLoad
@@ -82,6 +90,8 @@ class Round:
         self._waiting = sorted(ids, key=lambda i: -self._groups[i].expected_tokens)  # stable
         race_class = TokenRace if rules.race is RaceKind.TOKENS else ArrivalRace
         self._race: Race = race_class(ids, plan.keep, plan.protected)
+        self._keep = plan.keep  # less where the data ends
+        self._replacements = Replacements(plan, len(ids))
         self._replicas: dict[str, Replica] = {}
         self._ranked: list[DrawId] = []  # winners that are not emitted yet, in order
         self._emitted: list[DrawId] = []
@@ -99,7 +109,7 @@ class Round:
 
     @property
     def complete_count(self) -> int:
-        """Groups that have all their responses."""
+        """Groups that have all their responses and are in the race."""
         return self._complete_count
 
     @property
@@ -131,7 +141,7 @@ class Round:
 
     def outstanding(self) -> dict[DrawId, GroupState]:
         """The groups that the round still waits for, for logs."""
-        done = (GroupState.EMITTED, GroupState.LOST)
+        done = (GroupState.EMITTED, GroupState.LOST, GroupState.FLAT)
         return {i: g.state for i, g in self._groups.items() if g.state not in done}
 
     def handle(self, event: Event) -> list[Command]:
@@ -141,13 +151,21 @@ class Round:
         if self._first_at is None:
             self._first_at = event.at
         commands = self._take(event)
+        commands += self._replace_flat()
         commands += self._settle(event.at)
         commands += self._launch()
         commands += self._emit()
-        if len(self._emitted) == self._plan.keep:
+        if len(self._emitted) == self._keep and self._nothing_is_open():
             self._over = True
             commands.append(self._outcome(event.at))
         return commands
+
+    def _nothing_is_open(self) -> bool:
+        """With dynamic sampling, after a crash: whether it is known again which groups are flat."""
+        opened = (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED)
+        return not self._rules.dynamic_sampling or not any(
+            group.state in opened for group in self._groups.values()
+        )
 
     def _take(self, event: Event) -> list[Command]:
         match event:
@@ -164,9 +182,11 @@ class Round:
             case ResponseFinished():
                 return self._finished(event)
             case ResponseScored():
-                self._group(event.draw).rewards[event.index] = event.reward
+                self._scored(event)
             case GroupRestored():
                 self._restored(event)
+            case DrawsAdded():
+                self._added(event)
         return []
 
     def _replica_joined(self, event: ReplicaJoined) -> None:
@@ -232,13 +252,44 @@ class Round:
             self._waiting.remove(group.draw.id)
             surplus = False  # nothing runs
         self._release(group)
+        group.state = GroupState.FINISHED
+        group.end_launch()
+        if not self._rules.dynamic_sampling:
+            self._enter_race(group, at)
+        return [AbortGroup(group.draw.id)] if surplus else []
+
+    def _enter_race(self, group: Group, at: float) -> None:
         group.state = GroupState.COMPLETE
         self._complete_count += 1
-        group.end_launch()
         self._race.complete(group.draw.id, max(group.finished.values()))
-        if self._filled_at is None and self.complete_count >= self._plan.keep:
+        if self._filled_at is None and self.complete_count >= self._keep:
             self._filled_at = at
-        return [AbortGroup(group.draw.id)] if surplus else []
+
+    def _scored(self, event: ResponseScored) -> None:
+        group = self._group(event.draw)
+        group.rewards[event.index] = event.reward
+        if group.state is not GroupState.FINISHED or not group.is_scored():
+            return
+        if any(group.advantages(self._rules.advantages)):
+            self._enter_race(group, event.at)
+            return
+        group.state = GroupState.FLAT
+        self._replacements.note_flat(group.draw.id)
+        self._race.withdraw(group.draw.id)
+
+    def _replace_flat(self) -> list[Command]:
+        missing = self._replacements.take_missing()
+        return [RequestDraws(missing)] if missing else []
+
+    def _added(self, event: DrawsAdded) -> None:
+        for draw in event.draws:
+            self._groups[draw.id] = Group(draw, self._plan.response_count, expected_tokens=1)
+            self._waiting.append(draw.id)
+            self._race.add(draw.id)
+        self._replacements.note_added(draw.id for draw in event.draws)
+        self._keep -= event.requested - len(event.draws)
+        for restored in event.restored:
+            self._restored(restored)
 
     def _score(self, command: ScoreResponse) -> list[Command]:
         if self._rules.streams:
@@ -253,11 +304,12 @@ class Round:
         self._waiting.remove(event.draw)
         group.finished = dict(enumerate(event.response_tokens))
         group.finished_decoded = sum(event.response_tokens) - event.carried_tokens
+        group.longest_tokens = max(event.response_tokens, default=0)
         group.rewards = dict.fromkeys(group.finished)
         group.state = GroupState.EMITTED
         self._complete_count += 1
         self._emitted.append(event.draw)
-        self._race.complete(event.draw, max(event.response_tokens, default=0))
+        self._race.complete(event.draw, group.longest_tokens)
 
     def _settle(self, at: float) -> list[Command]:
         """Carry out what the race has decided."""
@@ -269,11 +321,18 @@ class Round:
         commands: list[Command] = []
         for draw in self._race.take_losers():
             commands += self._lose(self._groups[draw])
-        if self._decided_at is None and len(self._ranked) + len(self._emitted) == self._plan.keep:
+        if self._decided_at is None and len(self._ranked) + len(self._emitted) == self._keep:
             self._decided_at = at
+        if self._held_scores and self._may_score():
             commands += self._held_scores
             self._held_scores = []
         return commands
+
+    def _may_score(self) -> bool:
+        """In a round that does not stream: whether the rollout is over, as far as is known."""
+        if not self._rules.dynamic_sampling:
+            return self._decided_at is not None
+        return not self._waiting and not any(r.running for r in self._replicas.values())
 
     def _lose(self, group: Group) -> list[Command]:
         was_running = group.state is GroupState.RUNNING
@@ -335,14 +394,9 @@ class Round:
         for draw in ready:
             group = self._groups[draw]
             indices = tuple(sorted(group.finished))
-            advantages = group_advantages(
-                self._rules.advantages,
-                [group.rewards[index] for index in indices],
-                [group.finished[index] for index in indices],
-            )
             group.state = GroupState.EMITTED
             self._emitted.append(draw)
-            commands.append(EmitGroup(draw, indices, tuple(advantages)))
+            commands.append(EmitGroup(draw, indices, group.advantages(self._rules.advantages)))
         if ready:
             self._ranked = [
                 draw for draw in self._ranked if self._groups[draw].state is GroupState.WON
@@ -354,7 +408,7 @@ class Round:
         ready = []
         for draw in self._ranked:
             group = self._groups[draw]
-            if group.finished.keys() <= group.rewards.keys():
+            if group.is_scored():
                 ready.append(draw)
             elif self._rules.race is RaceKind.TOKENS:
                 break
@@ -364,13 +418,19 @@ class Round:
         start = self._first_at if self._first_at is not None else at
         decided = self._decided_at if self._decided_at is not None else at
         filled = self._filled_at if self._filled_at is not None else decided
-        lost = [g for g in self._groups.values() if g.state is not GroupState.EMITTED]
+        flat = dropped_draws(self._rules, self._plan, self._groups, self._replacements.holders)
+        lost = [
+            group
+            for draw, group in self._groups.items()
+            if group.state is not GroupState.EMITTED and draw not in flat
+        ]
         return FinishRound(
             winners=tuple(self._emitted),
             deferred=tuple(self._deferred(group) for group in lost),
             generated_tokens=sum(group.decoded for group in self._groups.values()),
             rollout_seconds=decided - start,
             race_wait_seconds=max(0.0, decided - filled),
+            flat=tuple(draw for draw in self._groups if draw in flat),
         )
 
     def _deferred(self, group: Group) -> DeferredDraw:

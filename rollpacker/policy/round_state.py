@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.policy.advantages import AdvantageRules, group_advantages
 from rollpacker.policy.scale_down import ReplicaLoad, RunningResponse
 from rollpacker.types import Draw, DrawId
 
@@ -15,10 +16,12 @@ class GroupState(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    FINISHED = "finished"
     COMPLETE = "complete"
     WON = "won"
     EMITTED = "emitted"
     LOST = "lost"
+    FLAT = "flat"
 
 
 @dataclass(slots=True)
@@ -52,6 +55,16 @@ class Group:
 
     def missing(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.response_count) if i not in self.finished)
+
+    def is_scored(self) -> bool:
+        """Whether every response that has finished has its reward, or none."""
+        return self.finished.keys() <= self.rewards.keys()
+
+    def advantages(self, rules: AdvantageRules) -> tuple[float, ...]:
+        """By response, in the order of their indices; all are scored."""
+        indices = sorted(self.finished)
+        rewards = [self.rewards[index] for index in indices]
+        return tuple(group_advantages(rules, rewards, [self.finished[i] for i in indices]))
 
     def outstanding_tokens(self) -> int:
         """KV tokens that its open responses are expected to need."""

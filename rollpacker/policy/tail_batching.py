@@ -8,7 +8,8 @@ level with enough draws runs next. L = 0 is plain synchronous RL, L = 1 is the p
 A mode is a value of `TailBatchingRules`, never a second loop.
 
 Invariants (tests/unit/test_tail_batching.py):
-- every draw is launched until it is trained; nothing is dropped here;
+- every draw is launched until it is trained; nothing is dropped here (a round drops groups
+  without advantages where the rules say so, and reports them);
 - a round keeps P0 draws, except the last one of the data, which keeps what is left;
 - a draw whose age reaches max_deferral_age is in the next round and cannot lose it. With eta <= 2
   a step defers at most P0 new draws, so at most P0 become overdue at once and none is older.
@@ -45,6 +46,7 @@ class TailBatchingRules:
     streams: bool = True  # rewards and gradients start while the rollout runs
     max_deferral_age: int = 32  # steps
     advantages: AdvantageRules = GROUP_RELATIVE
+    dynamic_sampling: bool = False  # a group without advantages gives its place to a new prompt
 
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1 or self.responses_per_prompt < 1:

@@ -142,8 +142,9 @@ def record_to_json(record: StepRecord) -> str:
 def record_from_json(text: str | bytes) -> StepRecord:
     values = json.loads(text)
     draws = tuple(draw_from_json(draw) for draw in values.pop("draws"))
+    flat = tuple(draw_from_json(draw) for draw in values.pop("flat_draws", ()))
     kind = RoundKind(values.pop("round_kind"))
-    return StepRecord(**values, round_kind=kind, draws=draws)
+    return StepRecord(**values, round_kind=kind, draws=draws, flat_draws=flat)
 
 
 def outcome_to_json(outcome: StepOutcome) -> str:

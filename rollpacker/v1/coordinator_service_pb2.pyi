@@ -283,6 +283,7 @@ class Step(_message.Message):
     LEVEL_FIELD_NUMBER: _builtins.int
     DRAWS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    FLAT_DRAWS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number, from 0."""
     round_kind: _types_pb2.RoundKind.ValueType
@@ -307,6 +308,10 @@ class Step(_message.Message):
     def draws(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Draw]:
         """The trained draws, in order."""
 
+    @_builtins.property
+    def flat_draws(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Draw]:
+        """Draws that dynamic sampling dropped: no response of them had an advantage."""
+
     def __init__(
         self,
         *,
@@ -318,10 +323,11 @@ class Step(_message.Message):
         level: _builtins.int = ...,
         draws: _abc.Iterable[_types_pb2.Draw] | None = ...,
         weight_version: _builtins.int = ...,
+        flat_draws: _abc.Iterable[_types_pb2.Draw] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "end_time", b"end_time", "level", b"level", "metrics", b"metrics", "round_kind", b"round_kind", "start_time", b"start_time", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "end_time", b"end_time", "flat_draws", b"flat_draws", "level", b"level", "metrics", b"metrics", "round_kind", b"round_kind", "start_time", b"start_time", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

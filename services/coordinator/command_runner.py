@@ -3,6 +3,7 @@
     replicas --ReplicaJoined/Lost--> +-------+ --LaunchGroup--> a stream per running group
     streams --Progress, Finished---> | Round | --ScoreResponse-> a call per finished response
     scores --ResponseScored--------> +-------+ --EmitGroup----> XADD, in order
+    data --DrawsAdded--------------> +-------+ --RequestDraws-> the next prompts
 
 All events pass one queue, and one loop handles them; everything else is a task that ends in an
 event. A replica takes work only after ApplyEngineSpec returned for the round's weights. When a
@@ -32,9 +33,11 @@ from rollpacker.policy.commands import (
     EmitGroup,
     FinishRound,
     LaunchGroup,
+    RequestDraws,
     ScoreResponse,
 )
 from rollpacker.policy.events import (
+    DrawsAdded,
     Event,
     GroupInterrupted,
     GroupRestored,
@@ -53,6 +56,7 @@ from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, Unavail
 from rollpacker.tasks import end_tasks
 from rollpacker.types import (
     Draft,
+    Draw,
     DrawId,
     FinishReason,
     InvalidResponseError,
@@ -92,6 +96,7 @@ class RoundResult:
     idle_share: float = 0.0  # of the replicas' time, without a group
     drafts: dict[DrawId, tuple[Draft, ...]] = field(default_factory=dict)  # of the deferred draws
     checked_drafts: tuple[CheckedDraft, ...] = ()
+    flat_draws: tuple[Draw, ...] = ()  # dropped by dynamic sampling
     tensor_parallel_size: int = 0  # that was asked for; 0: none
     preemptions: int = 0  # of the replicas that served to the end
     released: tuple[float, ...] = ()  # for each released replica, seconds until the end
@@ -110,9 +115,11 @@ class CommandRunner:
         on_progress: Callable[[Round], None],
         scale_down: ScaleDown | None = None,
         log: RoundLog | None = None,
+        take_draws: Callable[[int], list[Draw]] | None = None,
     ) -> None:
         """`scale_down`: what may release replicas while the last responses run. `log` is told every
-        event and what the round answered."""
+        event and what the round answered. `take_draws`: the next draws of the data, which `context`
+        knows from then on; for dynamic sampling."""
         self._scale_down = scale_down
         self._released: dict[str, float] = {}  # when, monotonic
         self._prompt_tokens = {d: len(p.token_ids) for d, p in context.prompts.items()}
@@ -123,6 +130,8 @@ class CommandRunner:
         self._rewards = rewards
         self._emit = emit
         self._on_progress = on_progress
+        self._take_draws = take_draws
+        self._restored: dict[DrawId, GroupRestored] = {}  # of draws that are not added yet
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._streams: dict[DrawId, tuple[str, asyncio.Task[None]]] = {}  # with the replica
@@ -144,11 +153,11 @@ class CommandRunner:
         log_context(run=self._context.run_id, step=self._context.step)
         try:
             for group in restored:
-                tokens = tuple(len(s.response.token_ids) for s in group.responses)
-                carried = sum(s.response.carried_token_count for s in group.responses)
-                self._events.put_nowait(
-                    GroupRestored(time.monotonic(), group.draw.id, tokens, carried)
-                )
+                event = _group_restored(group)
+                if event.draw in self._context.draws:
+                    self._events.put_nowait(event)
+                else:
+                    self._restored[event.draw] = event
             with span("round", run=self._context.run_id, step=self._context.step):
                 self._spawn(self._replicas.run(self._events.put_nowait))
                 finish = await self._loop()
@@ -159,6 +168,7 @@ class CommandRunner:
                 idle_share=self._idle.share(now),
                 drafts=self._drafts_left(finish),
                 checked_drafts=tuple(self._carry_over.checked),
+                flat_draws=tuple(self._context.draws[draw] for draw in finish.flat),
                 released=tuple(now - at for at in self._released.values()),
                 preemptions=await self._replicas.preemptions(),
             )
@@ -238,10 +248,19 @@ class CommandRunner:
                 task.cancel()
             case ScoreResponse(draw, index):
                 self._spawn(self._score(draw, index))
+            case RequestDraws(count):
+                self._add_draws(count)
             case EmitGroup():
                 group = prompt_group(self._context, command, self._collected)
                 await self._emit(group)
                 self._groups.append(group)
+
+    def _add_draws(self, count: int) -> None:
+        draws = self._take_draws(count) if self._take_draws else []
+        for draw in draws:
+            self._prompt_tokens[draw.id] = len(self._context.prompts[draw.id].token_ids)
+        known = [self._restored.pop(draw.id) for draw in draws if draw.id in self._restored]
+        self._events.put_nowait(DrawsAdded(time.monotonic(), count, tuple(draws), tuple(known)))
 
     async def _stop_streams_of(self, replica_id: str) -> None:
         """A lost replica's groups go on elsewhere; its streams must not speak for them any more."""
@@ -389,3 +408,9 @@ class CommandRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._events.put_nowait(error)
+
+
+def _group_restored(group: PromptGroup) -> GroupRestored:
+    tokens = tuple(len(scored.response.token_ids) for scored in group.responses)
+    carried = sum(scored.response.carried_token_count for scored in group.responses)
+    return GroupRestored(time.monotonic(), group.draw.id, tokens, carried)

@@ -1,7 +1,7 @@
 """Accounts by domain: which source the trained groups and the queued draws come from.
 
-At every commit trained and queued groups of a domain are together what the data has given of it,
-whether they were trained in short or in long rounds.
+At every commit trained and queued groups of a domain (and those that dynamic sampling dropped) are
+together what the data has given of it, whether they were trained in short or in long rounds.
 """
 
 from __future__ import annotations

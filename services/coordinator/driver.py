@@ -34,10 +34,7 @@ from rollpacker.store.run_store import RunStore
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.tasks import end_tasks
 from rollpacker.types import (
-    Draw,
-    DrawId,
     EngineSpec,
-    Prompt,
     PromptGroup,
     SamplingParameters,
     StepRecord,
@@ -58,6 +55,7 @@ from services.coordinator.replicas import ReplicaSet
 from services.coordinator.resuming import Resuming
 from services.coordinator.reward_client import RewardClient
 from services.coordinator.round_context import RoundContext
+from services.coordinator.round_draws import RoundDraws
 from services.coordinator.run_context import RunContext
 from services.coordinator.step_files import StepFiles, in_thread
 from services.coordinator.trainer_client import RewindError, TrainerClient
@@ -242,16 +240,16 @@ class RunDriver:
 
     async def _roll_out(self, state: RunState, planned: RoundPlan, started: float) -> StepOutcome:
         """Run the round; fix in Redis what the step will train and commit."""
-        draws, prompts, after = self.prompts.take(state, planned, self._rules)
+        draws = RoundDraws(self.prompts, state, planned, self._rules)
         stream = SampleStream(self._context.redis, self._context.run_id, state.step)
         restored = await stream.read_all()
         if self._rules.streams:
             await self._trainer.start_step(state.step)
-        result = await self._run_round(state, planned, draws, prompts, restored, stream)
+        result = await self._run_round(state, planned, draws, restored, stream)
         if not self._rules.streams:
             await self._trainer.start_step(state.step)
         outcome = round_outcome(
-            after,
+            draws.state,
             planned,
             result,
             self.prompts.domain_of,
@@ -266,8 +264,7 @@ class RunDriver:
         self,
         state: RunState,
         planned: RoundPlan,
-        draws: Sequence[Draw],
-        prompts: dict[DrawId, Prompt],
+        draws: RoundDraws,
         restored: Sequence[PromptGroup],
         stream: SampleStream,
     ) -> RoundResult:
@@ -277,8 +274,8 @@ class RunDriver:
             fence=self._context.fence,
             weight_version=state.weight_version,
             sampling=self._sampling,
-            draws={draw.id: draw for draw in draws},
-            prompts=prompts,
+            draws=draws.draws,
+            prompts=draws.prompts,
             tokenizer=self._context.data.tokenizer,
             drafts=await self._drafts.load([draw.id for draw in planned.queued]),
             carry_over_max_tokens=(
@@ -297,17 +294,18 @@ class RunDriver:
             spec,
             self._context.fence,
             needs_replay=self._rules.keeps_seeds and self._rules.levels > 0,
-            group_count=len(draws),
+            group_count=len(draws.draws),
             response_count=planned.response_count,
         )
 
         cap = self._sampling.max_response_tokens
-        expected = expected_tokens(state, draws, prompts, cap)
+        launched = list(draws.draws.values())
+        expected = expected_tokens(state, launched, draws.prompts, cap)
 
         def on_progress(round_: Round) -> None:
             self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
 
-        arguments = RoundArguments(self._rules, planned, tuple(draws), expected)
+        arguments = RoundArguments(self._rules, planned, tuple(launched), expected)
         log = RoundLog(arguments)
         runner = CommandRunner(
             arguments.make(),
@@ -318,6 +316,7 @@ class RunDriver:
             on_progress,
             self._scale_down_of(state),
             log,
+            draws.more,
         )
         started = time.monotonic()
         result = await runner.run(restored)

@@ -74,6 +74,7 @@ def step_message(record: StepRecord) -> pb.Step:
         level=record.level,
         draws=[wire.draw_to_proto(draw) for draw in record.draws],
         weight_version=record.weight_version,
+        flat_draws=[wire.draw_to_proto(draw) for draw in record.flat_draws],
     )
 
 

@@ -21,6 +21,7 @@ def tail_batching_rules(settings: RunSettings) -> TailBatchingRules:
         streams=tail.mode != "synchronous",
         max_deferral_age=tail.max_deferral_age,
         advantages=advantage_rules(settings),
+        dynamic_sampling=tail.dynamic_sampling,
     )
 
 

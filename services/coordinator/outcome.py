@@ -44,7 +44,7 @@ def round_outcome(
         deferred=_next_queue(state, planned, finish),
         totals=add_domains(next_totals(state.totals, groups, finish), groups, domain_of),
     )
-    draws = tuple(group.draw for group in groups)
+    trained = tuple(group.draw for group in groups)
     record = StepRecord(
         step=state.step,
         round_kind=planned.kind,
@@ -53,7 +53,8 @@ def round_outcome(
         rollout_end_time=ended,
         end_time=0.0,
         weight_version=after.weight_version,
-        draws=draws,
+        draws=trained,
+        flat_draws=result.flat_draws,
         metrics={
             **round_metrics(planned, groups, finish, after),
             **carry_over_metrics(result.checked_drafts),
@@ -64,7 +65,7 @@ def round_outcome(
             **replica_metrics(result.preemptions, result.tensor_parallel_size),
         },
     )
-    return StepOutcome(draws, after, record)
+    return StepOutcome(trained, after, record)
 
 
 def finished_record(

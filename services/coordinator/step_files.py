@@ -30,11 +30,11 @@ class StepFiles:
         stream = SampleStream(self._context.redis, self._context.run_id, step)
         groups = {group.draw.id: group for group in await stream.read_all()}
         record = await self._store.record(step)
-        if record is not None and groups:
+        if record is not None and (groups or not record.draws):
             ordered = [groups[draw.id] for draw in record.draws]
             await in_thread(partial(self._context.outputs.write_step, record, ordered))
         if record is not None:
-            await self._drafts.delete(draw.id for draw in record.draws)
+            await self._drafts.delete(d.id for d in (*record.draws, *record.flat_draws))
         await self._store.forget_step(step)
 
 

@@ -108,7 +108,7 @@ def _reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 def _length_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     responses = [scored.response for group in groups for scored in group.responses]
-    lengths = sorted(len(response.token_ids) for response in responses)
+    lengths = sorted(len(response.token_ids) for response in responses) or [0]  # all were flat
     capped = sum(response.finish_reason.value == "length" for response in responses)
     return {
         "response_length/mean": statistics.fmean(lengths),
@@ -117,7 +117,7 @@ def _length_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "response_length/p99": _quantile(lengths, 0.99),
         "response_length/max": float(lengths[-1]),
         "response_length/capped_share": capped / len(lengths),
-        "response_length/loop_share": sum(map(_ends_in_loop, responses)) / len(responses),
+        "response_length/loop_share": sum(map(_ends_in_loop, responses)) / len(lengths),
         "response_length/near_ties": float(sum(r.near_tie_count for r in responses)),
     }
 
@@ -132,9 +132,12 @@ def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict
     return {
         "tail/level": float(plan.level),
         "tail/is_long": float(plan.kind is not RoundKind.SHORT),
-        "tail/launched_groups": float(len(finish.winners) + len(finish.deferred)),
+        "tail/launched_groups": float(
+            len(finish.winners) + len(finish.deferred) + len(finish.flat)
+        ),
         "tail/kept_groups": float(len(finish.winners)),
         "tail/deferred_groups": float(len(finish.deferred)),
+        "tail/flat_groups": float(len(finish.flat)),
         "tail/deferrals_total": float(after.totals.deferrals),
         "tail/queue_length": float(len(after.deferred)),
         "tail/max_age": float(max(ages, default=0)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.trainer.checkpoint import CheckpointRecord, CheckpointStore
+from services.trainer.checkpoint import Checkpoint, CheckpointRecord, CheckpointStore
 from services.trainer.leader import Leader
 
 
@@ -21,6 +21,11 @@ class CheckpointWriter:
         self._leader = leader
         self._store = store
         self._writing: asyncio.Future[None] | None = None
+
+    async def newest(self) -> Checkpoint | None:
+        """The newest complete one, after the one that is being written."""
+        await self.complete()
+        return self._store.newest()
 
     async def begin(self, record: CheckpointRecord) -> None:
         """Copy the tensors of all ranks and start writing; returns when they may change again.

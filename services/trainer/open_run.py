@@ -148,7 +148,7 @@ class OpenRun:
 
         The initial model needs none.
         """
-        result, newest = self.progress.result, self._checkpoints.newest()
+        result, newest = self.progress.result, await self._checkpoints.newest()
         if result and (newest is None or newest.record.weight_version != self.weight_version):
             snapshot = self.progress.weights.run_snapshot_json
             skipped = self.progress.skipped_updates_in_a_row

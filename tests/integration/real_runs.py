@@ -259,7 +259,7 @@ class RealStack:
             agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
             while not (partial := list(directory.glob(".partial-*"))):
                 self.stack.supervisor.check()
-                await asyncio.sleep(0)
+                await self.moment(run_id)  # has not ended
             await self._kill_rank(agent, pid)
             version = int(partial[0].name.rpartition("-")[2])
             if not (directory / f"step_{version:06d}" / "COMPLETE").exists():
@@ -388,7 +388,7 @@ async def _running_responses(replica: Any) -> int:
     return engine.stats.running_response_count
 
 
-_TIMES = ("timing_s/", "_seconds", "_time", "_wait_s")
+_TIMES = ("timing_s/", "idle/", "_seconds", "_time", "_wait_s")
 # How far the losers of a round had come when they were told, and what of it their drafts kept.
 _LOSERS = ("perf/", "carry/", "bias/uncensored_mean", "bias/ratio")
 

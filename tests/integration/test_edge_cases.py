@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.integration.real_runs import (
     ANY_NUMBER,
+    OUTCOME,
+    Moment,
     RealStack,
     Trace,
     proof_settings,
@@ -104,6 +106,39 @@ async def test_rewards_that_are_all_equal_move_no_weight(real: RealStack) -> Non
     assert set(rewards(trace)) == {0.0}
     assert all(line["trainer/grad_norm"] == 0.0 for line in trace.metrics)
     assert len(set(trace.weights.values())) == 1
+
+
+async def test_dynamic_sampling_trains_groups_whose_rewards_differ_and_reports_the_others(
+    real: RealStack,
+) -> None:
+    """Half of the prompts are never answered right. A killed coordinator changes nothing."""
+    values = proof_settings(
+        real.directory, 48, tail_batching={"dynamic_sampling": True, "responses_per_prompt": 4}
+    )
+    hopeless = {"answer": "7", "answer_after": "never said"}
+    write_rows(
+        real.directory / "train.jsonl",
+        [
+            {"prompt": f"{i}+1=", **(hopeless if i % 2 else {"reference": ANY_NUMBER})}
+            for i in range(48)
+        ],
+    )
+    straight = await real.run("dynamic", values)
+    await real.start("dynamic-killed", values)
+    for moment in (Moment(1, 2), Moment(2, OUTCOME)):
+        await real.reach("dynamic-killed", moment)
+        await real.kill("coordinator")
+    await real.succeeded("dynamic-killed")
+    killed = await real.trace("dynamic-killed")
+    assert killed == straight
+    groups = [group for step in straight.responses for group in step]
+    assert all(len({reward for *_, reward in group}) == 2 for group in groups)
+    steps = await real.steps("dynamic")
+    assert len(steps[0].draws) == 4
+    assert steps[0].flat_draws  # although the data was not at its end
+    dropped = [f"{draw.epoch}:{draw.prompt_id}" for step in steps for draw in step.flat_draws]
+    assert len(dropped) >= 24
+    assert Counter([*trained_draws(straight), *dropped]) == draws(48)
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 3])
