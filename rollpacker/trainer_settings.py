@@ -74,6 +74,20 @@ class TrainerSettings(Section):
     activation_checkpointing: bool = Field(
         False, description="keep only the input of each layer and compute it again: less memory"
     )
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="train a LoRA adapter of this rank beside every linear layer but the"
+        " head; 0: train all weights",
+    )
+    lora_alpha: float | None = Field(
+        None, gt=0, description="the adapter counts lora_alpha / lora_rank; default 2 * lora_rank"
+    )
+    lora_publish: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="what engines get: whole weights with the adapter merged in (every engine), or"
+        " the adapter beside the base weights, which are written once (embedded engine)",
+    )
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_interval: int = Field(
         1,
@@ -111,6 +125,15 @@ class TrainerSettings(Section):
             raise ValueError(
                 f"rollout_correction: {self.rollout_correction} with old_logprobs rollout corrects"
                 " the same difference twice; use one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_has_a_rank(self) -> Self:
+        if self.lora_rank == 0 and (self.lora_alpha is not None or self.lora_publish != "merged"):
+            raise ValueError(
+                f"lora_rank: 0 with lora_alpha {self.lora_alpha}, lora_publish {self.lora_publish};"
+                " they need an adapter: set lora_rank, or leave them out"
             )
         return self
 

@@ -29,7 +29,11 @@ from google.protobuf import json_format
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -131,9 +135,8 @@ def start_saving(
     Collective over `group`, which nothing else uses; None: one process. The future is done when
     the files of all ranks are written. Raises, now or there, what keeps them from being written.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
     written = async_save(
-        {"model": model_state, "optimizer": optimizer_state},
+        _trained_state(model, optimizer),
         storage_writer=FileSystemWriter(directory, sync_files=True),
         process_group=group,
         no_dist=group is None,
@@ -143,8 +146,7 @@ def start_saving(
 
 def load_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read model and optimizer, whatever number of ranks wrote them. Collective."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    state = _trained_state(model, optimizer)
     alone = not torch.distributed.is_initialized()
     load(state, storage_reader=FileSystemReader(directory), no_dist=alone)
     set_state_dict(
@@ -152,7 +154,17 @@ def load_tensors(directory: Path, model: nn.Module, optimizer: torch.optim.Optim
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),  # frozen weights are not in it
     )
+
+
+def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizer without frozen weights, which come from the initial model."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            model_state.pop(name, None)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def fsync(path: Path) -> None:

@@ -106,9 +106,9 @@ class Leader:
         """Apply the sums."""
         return cast(UpdateOutcome, await self.everywhere(Update()))
 
-    async def gather_weights(self) -> WholeWeights:
-        """All weights, whole."""
-        return cast(WholeWeights, await self.everywhere(GatherWeights()))
+    async def gather_weights(self, with_base: bool = True) -> WholeWeights:
+        """What is published, whole; see GatherWeights."""
+        return cast(WholeWeights, await self.everywhere(GatherWeights(with_base)))
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Slow work of the leader alone, in order with the commands."""

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from services.trainer.chunked_head import can_replace_head, head_replaced
 from services.trainer.logprobs import token_logprobs
+from services.trainer.lora import Lora, adapter_only, add_adapter, base_only, merged
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -44,12 +45,20 @@ class PolicyModel:
         mesh: DeviceMesh | None,
         *,
         activation_checkpointing: bool = False,
+        lora: Lora | None = None,
     ) -> None:
-        """Load from a directory of safetensors. Raises ModelNotFoundError."""
+        """Load from a directory of safetensors; `lora`: train an adapter, not the weights.
+
+        Raises ModelNotFoundError.
+        """
         self.device = device
         self.compute_dtype = _DTYPES[dtype]
         master = torch.float64 if dtype == "float64" else torch.float32
-        self.module = _load(directory, master).to(device)
+        self.module = _load(directory, master)
+        self.lora = lora
+        if lora is not None:
+            add_adapter(self.module, lora)
+        self.module.to(device)
         if activation_checkpointing:
             _compute_layers_again(self.module)
         self._can_replace_head = can_replace_head(self.module)
@@ -89,17 +98,34 @@ class PolicyModel:
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of every weight in the compute dtype, on the CPU, tied ones once.
 
-        Collective: all ranks iterate to the end.
+        An adapter is merged into the weights. Collective: all ranks iterate to the end.
         """
+        tensors = self._tensors() if self.lora is None else merged(self._tensors(), self.lora)
+        return self._in_compute_dtype(tensors)
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without the adapter: what was loaded. Collective."""
+        return self._in_compute_dtype(base_only(self._tensors()))
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter alone, named as in peft's files, as it is trained. Collective."""
+        return adapter_only(self._tensors(trained_only=True))
+
+    def _in_compute_dtype(
+        self, tensors: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+    def _tensors(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the state dict, on the CPU, tied ones once. Collective."""
         seen: set[int] = set()
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
+            if id(tensor) in seen or (trained_only and not tensor.requires_grad):
                 continue
             seen.add(id(tensor))
             value = tensor.detach()
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if whole.is_floating_point():
-                whole = whole.to(self.compute_dtype)
             yield name, whole.cpu().contiguous()
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:

@@ -214,9 +214,9 @@ class OpenRun:
         await self._checkpoints.complete()
 
     async def _publish(self, version: int) -> None:
-        whole = await self._leader.gather_weights()
+        whole = await self._leader.gather_weights(with_base=not self._publisher.has_base())
         await self._leader.in_thread(
-            lambda: self._publisher.publish(version, whole.tensors, whole.config)
+            lambda: self._publisher.publish(version, whole.tensors, whole.config, whole.adapter)
         )
 
     async def _record(self, step: int, result: StepResult) -> None:

@@ -17,6 +17,7 @@ ends the process, and the run goes on from its newest checkpoint.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.settings import OpenRunSettings
 from services.trainer.step_accumulator import StepAccumulator
 from services.trainer.update import UpdateOutcome, apply_update, make_optimizer
+from services.trainer.weight_publisher import Adapter
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,9 @@ class SaveTensors:
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Put all weights together on the leader; returns WholeWeights there."""
+    """Put the weights together on the leader; returns WholeWeights there."""
+
+    with_base: bool = True  # False, where an adapter is published by itself: without the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +106,11 @@ Command = Open | StepCommand | SaveTensors | GatherWeights | Ping | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class WholeWeights:
-    """All weights on the CPU in the compute dtype, and the transformers config beside them."""
+    """What is published, on the CPU; `config` is that of transformers."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # in the compute dtype; empty: they are published already
     config: Any
+    adapter: Adapter | None = None  # None: the tensors are all there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +149,8 @@ class Replica:
                 return self._update()
             case SaveTensors(directory):
                 return self._save(directory)
-            case GatherWeights():
-                return self._gather()
+            case GatherWeights(with_base):
+                return self._gather(with_base)
             case Shutdown():
                 self._finish_saving()
                 self._ranks.sum(torch.zeros(1))  # nobody leaves before all have heard of it
@@ -168,6 +173,7 @@ class Replica:
                 self._ranks.device,
                 self._ranks.mesh,
                 activation_checkpointing=command.settings.activation_checkpointing,
+                lora=command.settings.lora,
             )
         except ModelNotFoundError as error:
             failure = error
@@ -208,12 +214,19 @@ class Replica:
         run = self._opened
         return apply_update(run.model, run.optimizer, run.accumulator, run.settings, self._ranks)
 
-    def _gather(self) -> WholeWeights:
-        model = self._opened.model
-        tensors = {name: tensor for name, tensor in model.whole_tensors() if self._ranks.is_leader}
+    def _gather(self, with_base: bool) -> WholeWeights:
+        model, settings = self._opened.model, self._opened.settings
         config = cast(Any, model.module).config
         config.dtype = model.compute_dtype
-        return WholeWeights(tensors, config)
+        if model.lora is None or settings.lora_publish == "merged":
+            return WholeWeights(self._kept(model.whole_tensors()), config)
+        base = self._kept(model.base_tensors()) if with_base else {}
+        adapter = Adapter(self._kept(model.adapter_tensors()), model.lora.peft_config())
+        return WholeWeights(base, config, adapter)
+
+    def _kept(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """All ranks iterate, the leader keeps."""
+        return {name: tensor for name, tensor in tensors if self._ranks.is_leader}
 
 
 def follow(ranks: Ranks) -> None:

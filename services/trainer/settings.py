@@ -21,6 +21,7 @@ from pydantic_settings import SettingsConfigDict
 from rollpacker.rpc.errors import InvalidArgumentError
 from rollpacker.settings import WorkerSettings
 from rollpacker.trainer_settings import TrainerSettings
+from services.trainer.lora import Lora
 
 
 class TrainerServiceSettings(WorkerSettings):
@@ -55,6 +56,13 @@ class OpenRunSettings(TrainerSettings):
     prompts_per_step: int = Field(ge=1, description="P0")
     responses_per_prompt: int = Field(ge=1, description="R0")
     max_response_tokens: int = Field(ge=1, description="cap of a response, in tokens")
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapter that is trained; None: all weights are."""
+        if not self.lora_rank:
+            return None
+        return Lora(self.lora_rank, self.lora_alpha or 2.0 * self.lora_rank)
 
     def fixed_normaliser(self) -> float | None:
         """What the summed token loss is divided by; None: the step's own trained tokens."""

@@ -6,19 +6,34 @@ generation config and tokenizer files of the initial model, and `manifest.json` 
 whole; it is replaced whole or not at all. The last few versions stay, for engines that still
 read them.
 
+With an adapter (LoRA, `trainer.lora_publish: adapter`) `model.safetensors` is the base, written
+once and linked from version to version, and the adapter lies beside it in peft's format
+(`rollpacker.refit.adapter`). `merge` makes a plain directory of it.
+
 Nothing is fsynced: the checkpoint is what survives a power loss, and OpenRun publishes its
 weights again.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rollpacker.refit.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    has_adapter,
+    merged,
+    read_scale,
+)
 from rollpacker.refit.manifest import MANIFEST, Manifest
 
 _PREFIX = "step_"
@@ -33,6 +48,17 @@ _COPIED = (
     "*.model",
     "chat_template*",
 )
+
+
+_MODEL = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter: whole tensors on the CPU, and its adapter_config.json."""
+
+    tensors: dict[str, Tensor]
+    config: Mapping[str, Any]
 
 
 class WeightPublisher:
@@ -52,17 +78,34 @@ class WeightPublisher:
         """file:// URI of a version, published or not."""
         return self._path(weight_version).absolute().as_uri()
 
-    def publish(self, weight_version: int, tensors: dict[str, Tensor], config: Any) -> str:
+    def has_base(self) -> bool:
+        """Whether a version with an adapter is there, whose base the next one can share."""
+        return self._base() is not None
+
+    def publish(
+        self,
+        weight_version: int,
+        tensors: dict[str, Tensor],
+        config: Any,
+        adapter: Adapter | None = None,
+    ) -> str:
         """Write one version and return its URI. Deletes old ones, and all newer ones.
 
-        `tensors` are whole, on the CPU, tied ones once; `config` is the transformers config.
-        Repeat: replaces the version.
+        `tensors` are whole, on the CPU, tied ones once; none: the base that is there. `config` is
+        the transformers config. Repeat: replaces the version.
         """
         for remainder in self._directory.glob(".*-[0-9]*"):
             shutil.rmtree(remainder)
         aside = self._directory / f".partial-{weight_version:06d}"
         aside.mkdir(parents=True)
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        if tensors:
+            save_file(tensors, aside / _MODEL, metadata={"format": "pt"})
+        elif (base := self._base()) is not None:
+            os.link(base, aside / _MODEL)
+        if adapter is not None:
+            save_file(adapter.tensors, aside / ADAPTER_TENSORS, metadata={"format": "pt"})
+            text = json.dumps(adapter.config, indent=1)
+            (aside / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
         config.save_pretrained(aside)
         for path in self._companions:
             shutil.copyfile(path, aside / path.name)
@@ -79,6 +122,10 @@ class WeightPublisher:
         self._prune(final)
         return self.uri(weight_version)
 
+    def _base(self) -> Path | None:
+        paths = (path / _MODEL for path in self._directory.glob(f"{_PREFIX}[0-9]*"))
+        return next((path for path in paths if has_adapter(path.parent) and path.exists()), None)
+
     def _path(self, weight_version: int) -> Path:
         return self._directory / f"{_PREFIX}{weight_version:06d}"
 
@@ -89,3 +136,16 @@ class WeightPublisher:
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path)
+
+
+def merge(published: Path, target: Path) -> None:
+    """Make a plain model directory of a published one with an adapter.
+
+    Raises AdapterError, and OSError where `target` exists or a file is missing.
+    """
+    tensors = merged(
+        load_file(published / _MODEL), load_file(published / ADAPTER_TENSORS), read_scale(published)
+    )
+    left_out = shutil.ignore_patterns("*.safetensors", ADAPTER_CONFIG, MANIFEST)
+    shutil.copytree(published, target, ignore=left_out)
+    save_file(tensors, target / _MODEL, metadata={"format": "pt"})

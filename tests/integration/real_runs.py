@@ -239,6 +239,7 @@ class RealStack:
 
         Returns how many groups were in the sums, or on their way into them."""
         agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
+        self.note_processes()
         while True:
             trainer = await call(lambda: self._trainer.GetTrainer(GetTrainerRequest(), timeout=10))
             summed = trainer.accumulated_group_count
@@ -257,6 +258,7 @@ class RealStack:
         await self.reach(run_id, Moment(step, 0))
         while True:
             agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
+            self.note_processes()
             while not (partial := list(directory.glob(".partial-*"))):
                 self.stack.supervisor.check()
                 await self.moment(run_id)  # has not ended
@@ -266,11 +268,10 @@ class RealStack:
                 return version - 1
 
     async def _kill_rank(self, agent: int, pid: int) -> None:
-        """Returns when torchrun, its parent, has ended the others and itself."""
-        self.note_processes()
-        start = processes.start_time(agent)
+        """At once; returns when torchrun, its parent, has ended the others and itself."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        start = processes.start_time(agent)
         while start is not None and processes.start_time(agent) == start:
             await asyncio.sleep(_POLL_SECONDS)
 

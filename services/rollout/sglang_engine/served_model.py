@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rollpacker.refit.adapter import has_adapter
 from services.rollout.engine import InvalidRequestError, WeightsNotFoundError
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,6 +74,12 @@ def read_directory(path: Path) -> ModelDirectory:
 
     Raises WeightsNotFoundError, InvalidRequestError (`weights_uri`).
     """
+    if has_adapter(path):
+        raise InvalidRequestError(
+            "weights_uri",
+            f"{path} holds an adapter, which this engine does not add; set trainer.lora_publish to"
+            " merged",
+        )
     config = _read_json(path / _CONFIG)
     for name in ("vocab_size", "max_position_embeddings", "architectures"):
         if not config.get(name):

@@ -1,8 +1,9 @@
 """Reads a Hugging Face directory of safetensors whole, and checks it, before anything changes.
 
 `read_weights` returns every tensor that the architecture needs, on the CPU, under its Hugging
-Face name. A directory that is incomplete, of another shape or not finite raises here, while the
-old weights still serve; nothing after this step is expected to fail.
+Face name, with an adapter (LoRA) merged in where the directory has one. A directory that is
+incomplete, of another shape or not finite raises here, while the old weights still serve; nothing
+after this step is expected to fail.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
+from rollpacker.refit.adapter import (
+    ADAPTER_TENSORS,
+    AdapterError,
+    has_adapter,
+    merged,
+    read_scale,
+)
 from services.rollout.engine import InvalidRequestError, WeightsNotFoundError
 from services.rollout.torch_engine.decoder_config import DecoderConfig
 
@@ -67,7 +76,19 @@ def read_weights(directory: Path, config: DecoderConfig) -> dict[str, torch.Tens
                     found[name] = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise WeightsNotFoundError(f"{path} cannot be read: {error}") from error
+    if has_adapter(directory):
+        found = _with_adapter(directory, found)
     return _checked(directory, found, expected_shapes(config), config.tied_embeddings)
+
+
+def _with_adapter(directory: Path, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    path = directory / ADAPTER_TENSORS
+    try:
+        return merged(base, load_file(path), read_scale(directory))
+    except (OSError, SafetensorError) as error:
+        raise WeightsNotFoundError(f"{path} cannot be read: {error}") from error
+    except AdapterError as error:
+        raise InvalidRequestError("weights_uri", f"{directory}: {error}") from error
 
 
 def _files(directory: Path) -> list[Path]:

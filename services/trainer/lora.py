@@ -1,0 +1,87 @@
+"""LoRA (arXiv 2106.09685, by peft): small matrices beside the linear layers are trained.
+
+Each linear layer but the head computes W x + scale * B A x; W is frozen, B begins as zero, so the
+first policy is the initial model. The layers are changed in place, so that the model keeps its
+names and its config; in a state dict a layer `x` has `x.base_layer.weight`,
+`x.lora_A.default.weight` and `x.lora_B.default.weight`, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollpacker.refit.adapter import PREFIX, add_product
+
+_BASE = ".base_layer."
+_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
+Named = tuple[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Size and strength of an adapter."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def peft_config(self) -> dict[str, Any]:
+        """adapter_config.json."""
+        return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.rank} | {
+            "lora_alpha": self.alpha,
+            "target_modules": "all-linear",
+            "bias": "none",
+            "base_model_name_or_path": None,
+        }
+
+
+def add_adapter(module: nn.Module, lora: Lora) -> None:
+    """Freeze a transformers model and put the trained matrices beside its linear layers.
+
+    They begin the same on every rank and in every process.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    module.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        inject_adapter_in_model(config, module)
+
+
+def merged(tensors: Iterable[Named], lora: Lora) -> Iterator[Named]:
+    """The whole tensors of the changed model as those of a plain one, adapter added."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name.endswith(f"{_BASE}weight") or name.endswith(_DOWN):
+            held[name] = tensor
+        elif name.endswith(_UP):
+            stem = name.removesuffix(_UP)
+            weight, down = held.pop(f"{stem}{_BASE}weight"), held.pop(stem + _DOWN)
+            yield f"{stem}.weight", add_product(weight, down, tensor, lora.scale)
+        else:
+            yield name.replace(_BASE, "."), tensor
+
+
+def base_only(tensors: Iterable[Named]) -> Iterator[Named]:
+    """The frozen tensors, named as in a plain model."""
+    for name, tensor in tensors:
+        if not name.endswith((_DOWN, _UP)):
+            yield name.replace(_BASE, "."), tensor
+
+
+def adapter_only(tensors: Iterable[Named]) -> Iterator[Named]:
+    """The trained tensors, named as in peft's files."""
+    for name, tensor in tensors:
+        if name.endswith((_DOWN, _UP)):
+            yield PREFIX + name.replace(".default.", "."), tensor
