@@ -80,8 +80,8 @@ class TrainerSettings(Section):
         description="train a LoRA adapter of this rank beside every linear layer but the"
         " head; 0: train all weights",
     )
-    lora_alpha: float | None = Field(
-        None, gt=0, description="the adapter counts lora_alpha / lora_rank; default 2 * lora_rank"
+    lora_alpha: int | None = Field(
+        None, ge=1, description="the adapter counts lora_alpha / lora_rank; default 2 * lora_rank"
     )
     lora_publish: Literal["merged", "adapter"] = Field(
         "merged",

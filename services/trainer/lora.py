@@ -27,7 +27,7 @@ class Lora:
     """Size and strength of an adapter."""
 
     rank: int
-    alpha: float
+    alpha: int
 
     @property
     def scale(self) -> float:

@@ -62,7 +62,7 @@ class OpenRunSettings(TrainerSettings):
         """The adapter that is trained; None: all weights are."""
         if not self.lora_rank:
             return None
-        return Lora(self.lora_rank, self.lora_alpha or 2.0 * self.lora_rank)
+        return Lora(self.lora_rank, self.lora_alpha or 2 * self.lora_rank)
 
     def fixed_normaliser(self) -> float | None:
         """What the summed token loss is divided by; None: the step's own trained tokens."""
