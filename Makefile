@@ -123,7 +123,8 @@ check-deploy: .venv-deploy/installed  ## Dockerfiles, compose files and chart, w
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
 	  -f deploy/compose.yaml --profile observability --profile tools config --quiet
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
-	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml config --quiet
+	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml -f deploy/compose.gpu8.yaml \
+	  -f deploy/compose.apparmor.yaml config --quiet
 
 .PHONY: secrets
 secrets:  ## certificates, tokens and passwords for deploy/compose.yaml, in deploy/secrets
