@@ -50,6 +50,11 @@ def accuracy_reward(completions, solution, **kwargs):
 async def slow_reward(prompts, completions, **kwargs):
     return [float(len(prompt) > 0) for prompt in prompts]
 """
+OPEN_R1 = """
+def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [float(one == gold) if gold else None for one, gold in zip(contents, solution)]
+"""
 OPENRLHF = """
 import numpy
 
@@ -63,7 +68,8 @@ def reward_func(queries, prompts, labels, **kwargs):
 def directory(tmp_path: Path) -> Path:
     inside = tmp_path / "rewards"
     inside.mkdir()
-    for name, source in (("verl", VERL), ("trl", TRL), ("openrlhf", OPENRLHF)):
+    sources = {"verl": VERL, "trl": TRL, "open_r1": OPEN_R1, "openrlhf": OPENRLHF}
+    for name, source in sources.items():
         (inside / f"{name}.py").write_text(source)
     (tmp_path / "outside.py").write_text(VERL)
     (inside / "link.py").symlink_to(tmp_path / "outside.py")
@@ -126,6 +132,11 @@ async def test_functions_of_verl_trl_and_openrlhf_load_unchanged(directory: Path
         assert (half.reward, half.verdict) == (0.5, Verdict.INCORRECT)
         slow = {"function": "trl.py:slow_reward", "style": "trl"}
         assert (await score(pool, "4", **slow)).reward == 1.0
+        open_r1 = {"function": "open_r1.py:accuracy_reward", "style": "open_r1"}
+        assert (await score(pool, "4", **open_r1, columns={"solution": "4"})).reward == 1.0
+        assert (await score(pool, "5", **open_r1, columns={"solution": "4"})).reward == 0.0
+        with pytest.raises(GraderFailedError, match="no number"):  # it skips the sample
+            await score(pool, "5", **open_r1, columns={"solution": ""})
         openrlhf = {"function": "openrlhf.py:reward_func", "style": "openrlhf", "label": "4"}
         assert (await score(pool, "4", **openrlhf)).reward == 1.0
         assert (await score(pool, "5", **openrlhf)).reward == 0.0
@@ -214,7 +225,10 @@ async def test_trouble_with_a_remote_function_is_to_be_retried_and_no_reward(
         ({}, "give either it or url"),
         ({"function": "a.py:f", "url": "http://x"}, "give either it or url"),
         ({"function": "a.py"}, 'is not "file.py:name"'),
-        ({"function": "a.py:f", "style": "slime"}, "'slime' is none of verl, trl, openrlhf"),
+        (
+            {"function": "a.py:f", "style": "slime"},
+            "'slime' is none of verl, trl, open_r1, openrlhf",
+        ),
         ({"function": "a.py:f", "range": [1, 0]}, "low < high"),
         ({"function": "a.py:f", "columns": []}, "columns: must be"),
         ({"function": "a.py:f", "answer": "4"}, "answer: unknown key"),

@@ -7,6 +7,7 @@ with what that style passes on, and optionally "range": [low, high] (default [0,
 |----------|---------------------------------------------------------------|-----------------------|
 | verl     | f(data_source, solution_str, ground_truth, extra_info)        | all but the solution  |
 | trl      | f(prompts=[...], completions=[...], **columns)                | "columns": {name: ..} |
+| open_r1  | the same; a prompt and a completion are lists of one message  | "columns": {name: ..} |
 | openrlhf | f(queries, prompts, labels), or POST {query, prompts, labels} | "label"               |
 | slime    | POST {prompt, response, label}                                | "label"               |
 
@@ -42,7 +43,8 @@ from services.reward.graders.grader import (
 )
 from services.reward.graders.judge import declared_range
 
-STYLES_BY_FILE, STYLES_BY_URL = ("verl", "trl", "openrlhf"), ("openrlhf", "slime")
+STYLES_BY_FILE = ("verl", "trl", "open_r1", "openrlhf")
+STYLES_BY_URL = ("openrlhf", "slime")
 _KEYS = (
     "function", "url", "style", "range",
     "data_source", "ground_truth", "extra_info", "columns", "label",
@@ -171,9 +173,14 @@ def _call(function: Callable[..., Any], reference: CustomReference, task: Gradin
             ground_truth=values.get("ground_truth", ""),
             extra_info=values.get("extra_info"),
         )
-    elif reference.style == "trl":
+    elif reference.style in ("trl", "open_r1"):
         columns = {name: [value] for name, value in values.get("columns", {}).items()}
-        result = function(prompts=[task.prompt_text], completions=[task.response_text], **columns)
+        prompt: Any = task.prompt_text
+        completion: Any = task.response_text
+        if reference.style == "open_r1":
+            prompt = [{"role": "user", "content": prompt}]
+            completion = [{"role": "assistant", "content": completion}]
+        result = function(prompts=[prompt], completions=[completion], **columns)
     else:
         query = task.prompt_text + task.response_text
         result = function([query], [task.prompt_text], [values.get("label")])
