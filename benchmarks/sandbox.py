@@ -39,8 +39,9 @@ from services.reward.worker_pool import WorkerPool
 SOURCE = "print(2 * int(input()))"
 MIXED = (
     SOURCE, SOURCE, SOURCE, "print(1)", "raise ValueError", "def f(:", "import os\nos.fork()",
-    "print(open('/etc/shadow').read())", "import socket\nsocket.socket()", "while True: print('x')",
-    "open('f', 'w').write('x' * (17 << 20))", "a = bytearray(8 << 30)", "import os\nos._exit(0)",
+    "print(open('/etc/shadow').read())", "import socket\nsocket.socket()",
+    "while True: print('x' * 99999)", "open('f', 'w').write('x' * (17 << 20))",
+    "a = bytearray(8 << 30)", "import os\nos._exit(0)",
     "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()",
     "import os\nfor fd in range(3, 99):\n    try: os.close(fd)\n    except OSError: pass",
     "while True: pass", "", "",
@@ -147,7 +148,7 @@ async def throughput(samples: int, slots: int) -> Figure:
 
 async def mixed(samples: int, slots: int) -> AsyncIterator[Figure]:
     """Right, wrong and hostile programs and some mathematics; what is left behind as they go."""
-    limits = {"timeouts": {"min_seconds": 0.5, "max_seconds": 0.5}}
+    limits = {"timeouts": {"min_seconds": 0.2, "max_seconds": 0.2}}
     verdicts: Counter[str] = Counter()
     async with WorkerPool(slots, 5.0, settings={GraderKind.CODE: limits}) as pool:
         await some_mixed(pool, 4 * len(MIXED) * slots)  # every buffer has had its largest content

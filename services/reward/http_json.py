@@ -8,6 +8,7 @@ of a request is logged.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -20,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _READ_SECONDS = 60.0  # without a byte from the caller
+_BUSY_SECONDS = 1.0  # the server waits so long for a caller whom it refuses
 _CONNECTIONS = 512
 _BUSY = (
     b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n\r\n"
@@ -55,10 +57,10 @@ class JsonServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
-            try:
+            with contextlib.suppress(OSError):
+                request.settimeout(_BUSY_SECONDS)
                 request.sendall(_BUSY)
-            finally:
-                self.shutdown_request(request)
+            self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 

@@ -85,7 +85,7 @@ class JudgeProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while there is one."""
+        """Of the newest child."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> Self:
@@ -98,18 +98,16 @@ class JudgeProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await end_tasks(self._keeper)
+        await end_tasks(self._keeper)  # it may be cancelled more than once, so it kills nothing
+        if self._process:
+            await _end(self._process)
         self._listener.close()
 
     async def _keep_alive(self) -> None:
         policy = RestartPolicy(_FOR_EVER)
         while True:
             self._process = await self._start()
-            try:
-                code = await self._process.wait()
-            finally:
-                await _end(self._process)
-                self._process = None
+            code = await self._process.wait()
             delay = policy.died(time.monotonic()) or 0.0
             _log.error("the judge ended with %d; it starts again in %.1f s", code, delay)
             await asyncio.sleep(delay)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from rollpacker.types import GraderKind
 from services.reward.run_code import MOST_BODY_BYTES, SideDoor
 from services.reward.settings import RewardServiceSettings
 from services.reward.worker_pool import WorkerPool
+from tests.contract.test_security import Act, act_as, secrets
 
+__all__ = ["act_as", "secrets"]  # fixtures
 TOKEN = "a token that nobody guesses"
 
 
@@ -130,6 +134,22 @@ async def test_without_the_token_or_beyond_the_limits_nothing_is_read() -> None:
             head = f"POST /run_code HTTP/1.0\r\nAuthorization: Bearer {TOKEN}\r\n"
             connection.sendall(f"{head}Content-Length: {MOST_BODY_BYTES + 1}\r\n\r\n".encode())
             assert b" 413 " in await asyncio.to_thread(connection.recv, 100)
+
+
+async def test_where_the_service_has_certificates_the_door_speaks_tls(
+    secrets: Path,  # noqa: F811
+    act_as: Act,  # noqa: F811
+) -> None:
+    act_as(secrets / "reward")
+    trust = ssl.create_default_context(cafile=str(secrets / "reward" / "ca.crt"))
+    trust.check_hostname = False
+    with SideDoor("127.0.0.1:0", TOKEN, WorkerPool(1, 5.0), 2.0) as door:
+        url = f"https://127.0.0.1:{door.port}/run_code"
+        request = urllib.request.Request(url, b"{}", {"Authorization": f"Bearer {TOKEN}"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            await asyncio.to_thread(urllib.request.urlopen, request, timeout=60, context=trust)
+        with caught.value as answer:
+            assert (answer.code, b"code: is no text" in answer.read()) == (400, True)
 
 
 async def test_trouble_of_the_service_is_503_and_no_result() -> None:

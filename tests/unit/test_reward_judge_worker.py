@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rollpacker.types import GraderKind
 from services.reward.graders.grader import GradingLostError, GradingTask
 from services.reward.graders.judge import JudgeGrader
 from services.reward.judge_process import JudgeModelSettings, JudgeProcess
+from services.reward.judge_worker.batches import Batches, TooLateError
 from services.reward.judge_worker.layer_stream import LayerStream
 from services.reward.judge_worker.model import (
     JudgeModel,
@@ -118,6 +121,38 @@ def test_memory_for_less_than_two_layers_is_refused_with_the_figures(
         model.complete(REQUESTS)
 
 
+def test_a_batch_that_does_not_fit_is_answered_in_halves_and_one_that_never_does_is_told(
+    settings: JudgeModelSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = JudgeModel(settings)
+    expected = [model.complete([request])[0] for request in REQUESTS]
+    logits, sizes = model._logits, []
+
+    def scarce(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(ids))
+        if len(ids) > most:
+            raise torch.OutOfMemoryError("no room")
+        return logits(ids, *rest)
+
+    monkeypatch.setattr(model, "_logits", scarce)
+    batches = Batches(model, 4, patience_seconds=60, idle_seconds=0.01)
+    threading.Thread(target=batches.run, daemon=True).start()
+    most = 1
+    with ThreadPoolExecutor() as callers:
+        assert list(callers.map(batches.ask, REQUESTS)) == expected
+    most = 0
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        batches.ask(REQUESTS[0])
+    assert max(sizes) <= 4
+
+
+def test_a_request_whose_caller_has_given_up_is_dropped(settings: JudgeModelSettings) -> None:
+    batches = Batches(JudgeModel(settings), 4, patience_seconds=0.0, idle_seconds=60)
+    threading.Thread(target=batches.run, daemon=True).start()
+    with pytest.raises(TooLateError):
+        batches.ask(REQUESTS[0])
+
+
 def test_a_prompt_beyond_the_context_is_refused(settings: JudgeModelSettings) -> None:
     model = JudgeModel(settings)
     message = {"role": "user", "content": "x" * 100}
@@ -138,7 +173,7 @@ async def test_a_killed_judge_starts_again_and_what_is_asked_meanwhile_is_answer
 ) -> None:
     task = GradingTask(GraderKind.JUDGE, "an answer", json.dumps({"rubric": "Is it short?"}))
     async with JudgeProcess(save_decided_judge(tmp_path)) as judge:
-        options = {"url": judge.url, "api_key": judge.token}
+        options = {"url": judge.url, "api_key": judge.token, "timeout_seconds": 250}
         async with WorkerPool(1, 5.0, settings={GraderKind.JUDGE: options}) as pool:
             assert (await pool.grade(task)).score.reward == SCORE
             first = judge.pid

@@ -18,7 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from services.reward.judge_process import JudgeModelSettings
 from services.reward.judge_worker.layer_stream import LayerStream
-from services.reward.judge_worker.residency import ModelShape, residents
+from services.reward.judge_worker.residency import (
+    DeviceMemoryError,
+    ModelShape,
+    residents,
+)
 
 _RESERVE_BYTES = 512 << 20  # of a CUDA device, for the work of its libraries
 Messages = Sequence[dict[str, str]]
@@ -86,9 +90,16 @@ class JudgeModel:
     def decode(self, reply: Reply) -> str:
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
 
-    @torch.no_grad()
     def complete(self, requests: Sequence[Request]) -> list[Reply]:
         """A reply to each request, decoded together. Raises DeviceMemoryError."""
+        try:
+            return self._complete(requests)
+        except torch.OutOfMemoryError as error:  # somebody else took what was free
+            self.release()
+            raise DeviceMemoryError(str(error)) from error
+
+    @torch.no_grad()
+    def _complete(self, requests: Sequence[Request]) -> list[Reply]:
         longest = max(len(request.token_ids) for request in requests)
         most = max(request.max_tokens for request in requests)
         self._arrange(len(requests), longest + most)
@@ -208,7 +219,8 @@ def _shape(model: Any, layer_bytes: tuple[int, ...]) -> ModelShape:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # A cache that grows by copying is there twice for a moment.
     cache = 2 * 2 * len(layer_bytes) * heads * width * size
-    work = (6 * config.hidden_size + 3 * config.intermediate_size) * size
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    work = (6 * config.hidden_size + 3 * inner) * size
     return ModelShape(layer_bytes, cache, work)
 
 
