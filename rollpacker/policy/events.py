@@ -18,6 +18,7 @@ class ReplicaJoined:
     replica_id: str
     response_capacity: int  # responses at a time
     kv_budget_tokens: int = 0  # of all of them together; 0: not known, no limit
+    others_follow: bool = False  # at once: nothing is launched before the last of them is there
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ from rollpacker.policy.flat_groups import Replacements, dropped_draws
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
 from rollpacker.policy.round_state import Group, GroupState, Replica
 from rollpacker.policy.scale_down import ReplicaLoad
-from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
 from rollpacker.types import DeferredDraw, Draw, DrawId
 
 
@@ -153,7 +153,8 @@ class Round:
         commands = self._take(event)
         commands += self._replace_flat()
         commands += self._settle(event.at)
-        commands += self._launch()
+        if not (isinstance(event, ReplicaJoined) and event.others_follow):
+            commands += self._launch()
         commands += self._emit()
         if len(self._emitted) == self._keep and self._nothing_is_open():
             self._over = True
@@ -358,12 +359,13 @@ class Round:
             group.launch_finished_tokens = group.launch_finished_decoded = 0
             self._replicas[replica_id].running.add(group.draw.id)
             self._replicas[replica_id].used += len(indices)
+            self._replicas[replica_id].turns += 1
             loads[replica_id] += group.outstanding_tokens()
             commands.append(LaunchGroup(group.draw.id, replica_id, indices))
         return commands
 
     def _replica_for(self, group: Group, loads: dict[str, int]) -> str | None:
-        """The replica with the fewest tokens outstanding, of those that have room.
+        """The replica with the fewest tokens outstanding (or `routing`), of those that have room.
 
         An idle replica takes any group, however small its capacity. `loads` keeps the tokens
         outstanding per replica while nothing but launches happens.
@@ -379,8 +381,12 @@ class Round:
             limit = replica.kv_budget_tokens
             if replica.running and limit and outstanding + tokens > limit:
                 continue
-            found.append((-outstanding, replica.room(), name))
+            found.append((-self._queue_of(replica, outstanding), replica.room(), name))
         return max(found)[2] if found else None
+
+    def _queue_of(self, replica: Replica, outstanding: int) -> int:
+        """By how much a replica comes later than others."""
+        return replica.turns if self._rules.routing is Routing.ROUND_ROBIN else outstanding
 
     def _release(self, group: Group) -> None:
         replica = self._replicas.get(group.replica_id)

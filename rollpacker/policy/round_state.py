@@ -80,6 +80,7 @@ class Replica:
     kv_budget_tokens: int  # 0: no limit
     used: int = 0
     draining: bool = False  # takes no more groups
+    turns: int = 0  # groups that it was given
     running: set[DrawId] = field(default_factory=set)
 
     def room(self) -> int:

@@ -33,6 +33,13 @@ class RaceKind(enum.Enum):
     ARRIVAL = "arrival"  # first to finish: the paper's rule, depends on timing
 
 
+class Routing(enum.Enum):
+    """Which of the replicas that have room gets the next group."""
+
+    LEAST_TOKENS = "least_tokens"  # fewest KV tokens outstanding
+    ROUND_ROBIN = "round_robin"  # the one whose turn it is: for comparison
+
+
 @dataclass(frozen=True, slots=True)
 class TailBatchingRules:
     """A mode, resolved to its numbers."""
@@ -47,6 +54,7 @@ class TailBatchingRules:
     max_deferral_age: int = 32  # steps
     advantages: AdvantageRules = GROUP_RELATIVE
     dynamic_sampling: bool = False  # a group without advantages gives its place to a new prompt
+    routing: Routing = Routing.LEAST_TOKENS
 
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1 or self.responses_per_prompt < 1:

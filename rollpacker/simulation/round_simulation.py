@@ -100,8 +100,10 @@ class RoundSimulation:
         release_rule: ReleaseRule | None = None,
         *,
         spreads_groups: bool = False,
+        joins_together: bool = False,
     ) -> None:
-        """`spreads_groups`: the responses of a group go to different replicas, in turn."""
+        """`spreads_groups`: the responses of a group go to different replicas, in turn.
+        `joins_together`: nothing is launched before all replicas are known."""
         self.round = round_
         self.rules = rules
         self.plan = planned
@@ -117,6 +119,7 @@ class RoundSimulation:
         self._release_rule = release_rule
         self._finished: dict[DrawId, dict[int, int]] = {}
         self._spreads_groups = spreads_groups
+        self._joins_together = joins_together
         self._where: dict[DrawId, tuple[str, ...]] = {}  # running groups -> their replicas
         self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
         self._launch_finished: dict[DrawId, int] = {}  # tokens of responses of this launch
@@ -152,6 +155,12 @@ class RoundSimulation:
 
     def _join(self) -> None:
         """One group each, then the rest to the roomiest: all replicas are there from the start."""
+        if self._joins_together:
+            *others, last = self.replicas
+            for name in others:
+                self._tell(ReplicaJoined(self.now, name, self._capacity, others_follow=True))
+            self._tell(ReplicaJoined(self.now, last, self._capacity))
+            return
         for capacity in (0, self._capacity):
             for name in self.replicas:
                 self._tell(ReplicaJoined(self.now, name, capacity))

@@ -77,6 +77,7 @@ class Scenario:
     fetches_once: bool = False  # released replicas train what is there at the release, no more
     scores: bool = True  # False: rewards take no time (rollout only)
     spreads_groups: bool = False  # a group's responses go to different replicas
+    knows_lengths: bool = False  # groups are placed by what deferred draws had, all replicas ready
     admission_responses: int = 0  # running responses per replica; 0: the engine's own limit
 
     @property

@@ -177,7 +177,7 @@ class Simulator:
             draw.id: self._launchable(planned, draw, drafts.get(draw.id)) for draw in draws
         }
         return RoundSimulation(
-            Round(self.rules, planned, draws),
+            Round(self.rules, planned, draws, self._expected(draws)),
             self.rules,
             planned,
             draws,
@@ -189,7 +189,17 @@ class Simulator:
             self._room(planned, len(draws)),
             self.release if self.scenario.scales_down else None,
             spreads_groups=self.scenario.spreads_groups,
+            joins_together=self.scenario.knows_lengths,
         ).run()
+
+    def _expected(self, draws: list[Draw]) -> dict[DrawId, int] | None:
+        """KV tokens of one response, as the coordinator expects them from its history."""
+        if not self.scenario.knows_lengths:
+            return None
+        known = {item.draw.id: max(item.response_tokens, default=0) for item in self._queue}
+        prompt = int(self.parameters["prompt_tokens"])
+        mean = self.scenario.workload.cap // 4
+        return {draw.id: prompt + (known.get(draw.id) or mean) for draw in draws}
 
     def _room(self, planned: RoundPlan, groups: int) -> int:
         """Responses that each replica is given at a time: an even share, within its limits."""

@@ -32,7 +32,7 @@ from rollpacker.policy.events import (
     ResponseScored,
 )
 from rollpacker.policy.round import Round, UnknownDrawError
-from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
 from rollpacker.types import Draw, DrawId, RoundKind
 
 Lengths = dict[DrawId, list[int]]
@@ -465,3 +465,20 @@ def test_loads_tell_what_runs_where_and_nothing_while_a_group_waits() -> None:
     assert [r.prompt_tokens for r in loads["left"].running] == [7, 7]
     round_.handle(ReplicaDraining(3, "left"))
     assert [load.replica_id for load in round_.replica_loads(prompt_tokens)] == ["right"]
+
+
+@pytest.mark.parametrize(
+    ("routing", "expected"),
+    [
+        (Routing.LEAST_TOKENS, {"a": "right", "b": "left", "c": "left", "d": "left"}),
+        (Routing.ROUND_ROBIN, {"a": "right", "b": "left", "c": "right", "d": "left"}),
+    ],
+)
+def test_a_long_group_keeps_others_off_its_replica_unless_they_go_round(routing, expected) -> None:
+    draws = [Draw(0, name, (1, 2)) for name in "abcd"]
+    plan = RoundPlan(0, RoundKind.LONG, 0, (), 4, 4, 2)
+    lengths = {draw.id: 100 if draw.prompt_id == "a" else 10 for draw in draws}
+    round_ = Round(TailBatchingRules(4, 2, routing=routing), plan, draws, lengths)
+    assert round_.handle(ReplicaJoined(0, "left", 100, others_follow=True)) == []
+    commands = round_.handle(ReplicaJoined(0, "right", 100))
+    assert {c.draw.prompt_id: c.replica_id for c in commands} == expected
