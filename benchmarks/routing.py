@@ -3,9 +3,10 @@
     python benchmarks/routing.py
     python benchmarks/routing.py --run runs/demo --model demo/gcd/model     (a finished run)
 
-Whole groups are placed on replicas that have room, longest expected first. `as_they_come` is what
-happens today: replicas join one after the other, and each takes its even share of what waits.
-`least_tokens` and `round_robin` place all groups when all replicas are there.
+Whole groups are placed on replicas that have room, longest expected first. `least_tokens` is what
+rounds do: replicas that get ready together are given their groups at once. `round_robin` deals in
+turn. `as_they_come` hands one replica after the other its even share of what waits, so the first
+one gets the longest groups.
 
 simulation  the 14B model of the paper on its cluster, the ladder of mode `exact`; deferred draws
             are expected to need what they had. Seconds of rollout.
@@ -13,7 +14,7 @@ engine      the rounds of a finished run, placed on two replicas by what each gr
             (the most that a rule could know); each replica's groups are decoded for real, with
             their lengths. Seconds of the slower replica, CPU time, summed over the rounds.
 
-One JSON line per figure; `over_as_they_come` above 1 is faster than today.
+One JSON line per figure; `over_as_they_come` above 1 is faster than that.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from services.coordinator.outputs.samples import read_groups
 from services.rollout.engine import GenerationRequest
 from services.rollout.torch_engine.decode_loop import DecodeLoop
 
-TODAY = "as_they_come"
+BASE = "as_they_come"
 PLACEMENTS = {
-    TODAY: (Routing.LEAST_TOKENS, False),
+    BASE: (Routing.LEAST_TOKENS, False),
     "least_tokens": (Routing.LEAST_TOKENS, True),
     "round_robin": (Routing.ROUND_ROBIN, True),
 }  # the rule, and whether all replicas are there before anything is placed
@@ -160,9 +161,7 @@ def compared(seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "over_as_they_come": {
-            name: round(seconds[TODAY] / value, 3)
-            for name, value in seconds.items()
-            if name != TODAY
+            name: round(seconds[BASE] / value, 3) for name, value in seconds.items() if name != BASE
         },
     }
 

@@ -36,6 +36,7 @@ _RELEASE_SECONDS = 60.0
 _STATS_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 1.0
+_TOGETHER_SECONDS = 0.2  # that the first replica waits for others to get ready
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +63,8 @@ class ReplicaSet:
         self._serving: dict[str, Worker] = {}
         self._limits: dict[str, rollout_service_pb2.EngineStats] = {}  # of those that ever served
         self._released: set[str] = set()
+        self._joining: list[str] = []  # ready, and not yet handed to the round
+        self._join_later: asyncio.TimerHandle | None = None
         self._bringing_up: dict[str, asyncio.Task[None]] = {}
         self.first_ready_at: float | None = None  # monotonic
         self.slowest_apply_seconds = 0.0
@@ -116,6 +119,8 @@ class ReplicaSet:
                 await self._workers.wait_for_change(_POLL_SECONDS)
         finally:
             await end_tasks(*self._bringing_up.values())
+            if self._join_later is not None:
+                self._join_later.cancel()
 
     def _check_leases(self, tell: Callable[[Event | BaseException], None]) -> None:
         alive = {
@@ -149,11 +154,26 @@ class ReplicaSet:
             self._serving[worker.worker_id] = worker
             self._limits[worker.worker_id] = stats
             self.first_ready_at = self.first_ready_at or time.monotonic()
-            capacity = min(max(1, stats.slot_count), self._fair_share())
-            tell(
-                ReplicaJoined(time.monotonic(), worker.worker_id, capacity, stats.kv_budget_tokens)
-            )
+            self._joining.append(worker.worker_id)
+            if len(self._bringing_up) > 1 and len(self._joining) == 1:
+                loop = asyncio.get_running_loop()
+                self._join_later = loop.call_later(_TOGETHER_SECONDS, self._join, tell)
         del self._bringing_up[worker.worker_id]
+        if not self._bringing_up:
+            self._join(tell)
+
+    def _join(self, tell: Callable[[Event | BaseException], None]) -> None:
+        """Hand those that are ready to the round, at once: so it can share the groups out by their
+        expected lengths, instead of giving the first one its share of the longest."""
+        if self._join_later is not None:
+            self._join_later.cancel()
+        names = [name for name in dict.fromkeys(self._joining) if name in self._serving]
+        self._joining.clear()
+        for name in names:
+            limits = self._limits[name]
+            capacity = min(max(1, limits.slot_count), self._fair_share())
+            joined = ReplicaJoined(time.monotonic(), name, capacity, limits.kv_budget_tokens)
+            tell(dataclasses.replace(joined, others_follow=name != names[-1]))
 
     async def _preemptions(self, replica_id: str) -> int:
         stub = rollout_service_pb2_grpc.RolloutServiceStub(self.channel(replica_id))
