@@ -3,7 +3,8 @@
 Level 0 takes new prompts; level l takes draws that were deferred l times. Below the last level L a
 round is *short*: it launches ceil(eta_l * P0) draws, keeps the P0 that win the race, and defers the
 others one level up. A round of level L is *long*: it launches P0 draws and defers none. The highest
-level with enough draws runs next. L = 0 is plain synchronous RL, L = 1 is the paper (section 4.1).
+level with enough draws runs next; when none has, the data are at their end and the rest is raced
+until one step is left (a drain). L = 0 is plain synchronous RL, L = 1 is the paper (section 4.1).
 
 A mode is a value of `TailBatchingRules`, never a second loop.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rollpacker.policy.advantages import GROUP_RELATIVE, AdvantageRules
 from rollpacker.types import Draw, DrawId, RoundKind
@@ -123,7 +124,7 @@ def plan(rules: TailBatchingRules, backlog: Backlog) -> RoundPlan | None:
         return None
     overdue = _overdue(rules, backlog)
     if backlog.long_round and backlog.deferred:
-        return replace(_drain(rules, backlog, overdue), kind=RoundKind.LONG)
+        return _long_round(rules, backlog, overdue, RoundKind.LONG)
     level = _highest_ready_level(rules, backlog)
     if level is None:
         return _drain(rules, backlog, overdue)
@@ -148,13 +149,38 @@ def _highest_ready_level(rules: TailBatchingRules, backlog: Backlog) -> int | No
 
 
 def _drain(rules: TailBatchingRules, backlog: Backlog, overdue: Sequence[Draw]) -> RoundPlan:
-    """A full-size round over all levels, longest first; new prompts fill it up."""
+    """The end of the data. While more is left than a step takes, it is raced, lowest levels first:
+    so the longest responses share the last round instead of holding up each. A mode that samples
+    deferred draws afresh does not race them."""
+    left = len(backlog.deferred) + backlog.new_prompts
+    if not rules.keeps_seeds or left <= rules.prompts_per_step or not rules.levels:
+        return _long_round(rules, backlog, overdue, RoundKind.DRAIN)
+    launch = min(left, max(map(rules.launch_count, range(rules.levels))))
+    new_prompts = min(backlog.new_prompts, launch - len(overdue))
+    by_level = sorted(backlog.deferred, key=lambda draw: draw.level)  # stable: oldest first
+    queued = _unique([*overdue, *by_level])[: launch - new_prompts]
+    return RoundPlan(
+        step=backlog.step,
+        kind=RoundKind.DRAIN,
+        level=max((draw.level for draw in queued), default=0),
+        queued=tuple(queued),
+        new_prompts=new_prompts,
+        keep=rules.prompts_per_step,
+        response_count=rules.responses_per_prompt,
+        protected=frozenset(draw.id for draw in overdue),
+    )
+
+
+def _long_round(
+    rules: TailBatchingRules, backlog: Backlog, overdue: Sequence[Draw], kind: RoundKind
+) -> RoundPlan:
+    """A step's worth of all levels, longest first; new prompts fill it up, and none loses."""
     by_level = sorted(backlog.deferred, key=lambda draw: -draw.level)  # stable: oldest first
     queued = _unique([*overdue, *by_level])[: rules.prompts_per_step]
     new_prompts = min(rules.prompts_per_step - len(queued), backlog.new_prompts)
     return RoundPlan(
         step=backlog.step,
-        kind=RoundKind.DRAIN if rules.levels else RoundKind.LONG,
+        kind=kind if rules.levels else RoundKind.LONG,
         level=max((draw.level for draw in queued), default=0),
         queued=tuple(queued),
         new_prompts=new_prompts,

@@ -63,7 +63,7 @@ class Coordinator:
 
     async def until_ended(self, run_id: str = "r", *, succeeded: bool = True) -> pb.Run:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while (run := await self.get(run_id)).state not in ENDED:
                     await asyncio.sleep(0.01)
         except TimeoutError:
@@ -120,7 +120,7 @@ async def coordinator(
         coordinator_id=coordinator_id,
         coordinator_lease_seconds=10,
         worker_lease_seconds=600,
-        worker_wait_seconds=5,
+        worker_wait_seconds=60,
     )
     workers = WorkerRegistry(settings.worker_lease_seconds, settings.worker_wait_seconds)
     runs = Runs(cluster.redis, settings, workers)

@@ -120,9 +120,18 @@ def test_rounds_never_launch_more_than_their_level_allows(
         launched = len(chosen.queued) + chosen.new_prompts
         assert chosen.keep <= launched
         if chosen.kind is RoundKind.DRAIN:
-            assert launched == chosen.keep
+            assert launched <= max(map(rules.launch_count, range(rules.levels)))
         else:
             assert launched <= rules.launch_count(chosen.level)
+
+
+@settings(max_examples=100)
+@given(**run_strategy)
+def test_the_last_round_defers_nothing(
+    rules: TailBatchingRules, prompts: int, max_steps: int | None, seed: int
+) -> None:
+    plans = drive(rules, prompts, max_steps, random.Random(seed)).plans
+    assert all(len(last.queued) + last.new_prompts == last.keep for last in plans[-1:])
 
 
 def test_the_paper_runs_four_short_rounds_to_one_long_round() -> None:
@@ -153,17 +162,36 @@ def test_a_data_set_smaller_than_a_step_is_one_small_round() -> None:
     assert run.step_sizes == [3]
 
 
-def test_the_drain_takes_the_highest_level_first() -> None:
-    deferred = (
-        Draw(0, "low-old", (), 1, 0),
-        Draw(0, "high", (), 2, 1),
-        Draw(0, "low-new", (), 1, 3),
-    )
-    chosen = plan(EXACT, Backlog(5, deferred, new_prompts=2))
+REST = (
+    Draw(0, "low-old", (), 1, 0),
+    Draw(0, "high", (), 2, 1),
+    Draw(0, "low-new", (), 1, 3),
+)
+
+
+def test_what_fits_a_step_is_the_last_round_longest_first() -> None:
+    chosen = plan(EXACT, Backlog(5, REST, new_prompts=2))
     assert chosen is not None
     assert chosen.kind is RoundKind.DRAIN
     assert [draw.prompt_id for draw in chosen.queued] == ["high", "low-old", "low-new"]
     assert (chosen.new_prompts, chosen.keep) == (2, 5)
+
+
+def test_what_is_more_than_a_step_is_raced_lowest_level_first() -> None:
+    rules = TailBatchingRules(2, 4, (1.5, 2.0))
+    chosen = plan(rules, Backlog(5, REST, new_prompts=2))
+    assert chosen is not None
+    assert chosen.kind is RoundKind.DRAIN
+    assert [draw.prompt_id for draw in chosen.queued] == ["low-old", "low-new"]
+    assert (chosen.new_prompts, chosen.keep, chosen.response_count) == (2, 2, 4)
+
+
+def test_draws_that_are_sampled_afresh_are_not_raced_at_the_end() -> None:
+    rules = TailBatchingRules(2, 4, (2.0,), keeps_seeds=False)
+    chosen = plan(rules, Backlog(5, REST[:1], new_prompts=2))
+    assert chosen is not None
+    assert chosen.kind is RoundKind.DRAIN
+    assert (len(chosen.queued), chosen.new_prompts, chosen.keep) == (1, 1, 2)
 
 
 def test_an_overdue_draw_makes_the_next_round_its_own_and_is_protected() -> None:
