@@ -9,6 +9,7 @@ Packages come from the pip of this machine through a folder that is served on lo
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import http.server
 import os
@@ -58,6 +59,14 @@ def docker_engine(directory: Path) -> Iterator[None]:
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one engine per directory: another run has to end first
+        with _started_engine(directory):
+            yield
+
+
+@contextmanager
+def _started_engine(directory: Path) -> Iterator[None]:
     socket = f"unix://{directory / 'docker.sock'}"
     options = ("--iptables=false", "--ip6tables=false", "--bridge=none", "--ip-forward=false")
     places = ("--data-root", directory / "data", "--exec-root", directory / "exec")
