@@ -95,6 +95,8 @@ def rows(
     ]  # fmt: skip
     if proposal.placement is Placement.SEPARATE and idle:
         table.append(("idle", f"{idle} GPUs: no replica of TP {engine.tensor_parallel_size} fits"))
+    if proposal.placement is Placement.COLOCATED:
+        table.append(("note", "no service releases its GPU to the other side yet"))
     if nodes > 1:
         table.append(("nodes", f"{nodes} of {machine.gpus_per_node} GPUs"))
     return table

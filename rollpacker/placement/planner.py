@@ -2,7 +2,8 @@
 
 *separate*: the trainer has GPUs of its own, as few as it fits on; the engines have the others, and
 both sides work at the same time. *colocated*: every GPU serves both in turn; the engine releases
-weights, keys and values while the trainer works, the trainer's shards stay.
+weights, keys and values while the trainer works, the trainer's shards stay. No service does so yet,
+so it is proposed only where it is wished or nothing else fits.
 
 An engine gets the smallest tensor-parallel size with which a whole group fits at its full length;
 where none is large enough, the one that holds most. The trainer keeps all activations where a
@@ -99,8 +100,9 @@ class PlacementError(Exception):
 def propose(
     shape: ModelShape, machine: Machine, job: Job, placement: Placement | None = None
 ) -> Proposal:
-    """The placement to start with. Without a wish: separate where the engines keep half of the
-    GPUs, else colocated, else separate all the same. Raises PlacementError.
+    """The placement to start with; without a wish separate where that fits, else colocated.
+
+    Raises PlacementError.
     """
     if job.sequence_tokens > shape.context_tokens:
         raise PlacementError(
@@ -108,20 +110,12 @@ def propose(
             f" {shape.context_tokens}; give at most that"
         )
     tries = {Placement.SEPARATE: _separate, Placement.COLOCATED: _colocated}
-    if placement is not None:
-        return tries[placement](shape, machine, job)
-    found: list[Proposal] = []
     refusals: list[PlacementError] = []
-    for attempt in tries.values():
+    for attempt in [tries[placement]] if placement else tries.values():
         try:
-            found.append(attempt(shape, machine, job))
+            return attempt(shape, machine, job)
         except PlacementError as error:
             refusals.append(error)
-    for proposal in found:
-        if proposal.placement is Placement.COLOCATED or 2 * proposal.trainer.gpus <= machine.gpus:
-            return proposal
-    if found:
-        return found[0]
     raise PlacementError(
         "; ".join(map(str, refusals)), tuple(a for error in refusals for a in error.accounts)
     )
