@@ -7,11 +7,13 @@ The command ends with 1 where something is bad.
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import resource
 import shutil
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,6 +37,7 @@ class Facts:
     """What was seen. Sizes in bytes; None: could not be found out."""
 
     gpus: tuple[str, ...] = ()  # lines of nvidia-smi: name, driver
+    nccl: bool = False  # the library is here, from torch's packages or the system
     shared_memory: int | None = None  # size of /dev/shm
     open_files: int = 0  # soft limit; -1: none
     locked_memory: int = 0  # soft limit; -1: none
@@ -74,6 +77,11 @@ def _hardware(facts: Facts) -> list[Finding]:
     found = [Finding("gpu", "ok", gpu) for gpu in facts.gpus] or [
         Finding("gpu", "note", "none; CPU only", "install the NVIDIA driver where there is a GPU")
     ]
+    if facts.gpus and not facts.nccl:
+        fix = "install the CUDA build of torch: it brings NCCL; the CPU build does not"
+        found.append(Finding("nccl", "note", "not found: no trainer on several GPUs", fix))
+    elif facts.gpus:
+        found.append(Finding("nccl", "ok", "found"))
     size = facts.shared_memory
     if size is None:
         found.append(Finding(_SHARED, "bad", "missing", "mount -t tmpfs tmpfs /dev/shm"))
@@ -163,6 +171,7 @@ def gather(directory: Path) -> Facts:
     restricts = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
     return Facts(
         gpus=tuple(gpus.splitlines()) if gpus else (),
+        nccl=_has_nccl(),
         shared_memory=shutil.disk_usage(_SHARED).total if Path(_SHARED).is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -188,6 +197,12 @@ def _said(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
+
+
+def _has_nccl() -> bool:
+    """Looked for as a file: loading it, or torch, would take seconds."""
+    in_packages = any(next(Path(p).glob("nvidia/nccl/lib/libnccl.so*"), None) for p in sys.path)
+    return in_packages or ctypes.util.find_library("nccl") is not None
 
 
 def _is_taken(port: int) -> bool:

@@ -11,6 +11,7 @@ from rollpacker.cli.doctor import GIB, Facts, findings, gather
 
 GOOD = Facts(
     gpus=("H100, 570",),
+    nccl=True,
     shared_memory=64 * GIB,
     open_files=65536,
     locked_memory=-1,
@@ -31,6 +32,7 @@ def test_a_fit_machine_has_nothing_to_mend() -> None:
     ("fact", "value", "subject", "level", "fix"),
     [
         ("gpus", (), "gpu", "note", "NVIDIA driver"),
+        ("nccl", False, "nccl", "note", "CUDA build of torch"),
         ("shared_memory", 64 * 1024**2, "/dev/shm", "bad", "shm_size"),
         ("shared_memory", None, "/dev/shm", "bad", "mount"),
         ("open_files", 1024, "open files", "bad", "ulimit -n"),
@@ -60,6 +62,16 @@ def test_apparmor_is_named_where_it_forbids_namespaces() -> None:
     facts = replace(GOOD, user_namespaces=False, apparmor_restricts=True)
     (found,) = [f for f in findings(facts) if f.level != "ok"]
     assert "apparmor" in found.fix
+
+
+def test_nccl_is_found_beside_the_packages_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert gather(tmp_path).nccl
 
 
 def test_this_machine_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
