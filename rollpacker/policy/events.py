@@ -39,10 +39,14 @@ class ReplicaDraining:
 
 @dataclass(frozen=True, slots=True)
 class GroupInterrupted:
-    """A replica ended a group's stream before its last response; the rest goes on elsewhere."""
+    """A replica ended a group's stream before its last response; the rest goes on elsewhere.
+
+    Late news of a replica that has lost the group since means nothing.
+    """
 
     at: float
     draw: DrawId
+    replica_id: str
 
 
 @dataclass(frozen=True, slots=True)

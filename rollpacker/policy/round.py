@@ -177,7 +177,9 @@ class Round:
             case ReplicaDraining():
                 self._replica_draining(event)
             case GroupInterrupted():
-                self._interrupted(self._group(event.draw))
+                group = self._group(event.draw)
+                if group.replica_id == event.replica_id:
+                    self._interrupted(group)
             case ProgressReported():
                 self._progress(event)
             case ResponseFinished():

@@ -16,6 +16,7 @@ from rollpacker.observability.tracing import client_interceptors
 from rollpacker.rpc import errors
 from rollpacker.rpc.security import SERVER_NAME, Security
 from rollpacker.rpc.server import MAX_MESSAGE_BYTES
+from rollpacker.rpc.waiting import told_while_waiting
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -29,7 +30,6 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 _IN_TURN = ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')
-_WAIT_LOG_SECONDS = 30.0
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 2.0
 _log = logging.getLogger(__name__)
@@ -84,20 +84,20 @@ async def stream(make: Callable[[], AsyncIterable[Result]]) -> AsyncGenerator[Re
 async def call_until(make: Callable[[], Awaitable[Result]], *, seconds: float, what: str) -> Result:
     """Repeat an idempotent unary call while it is UNAVAILABLE, for up to `seconds` in all.
 
-    Logs every 30 s what it waits for. Raises the last UnavailableError at the end, and any other
-    ServiceError at once.
+    Logs every 30 s what it waits for, also while a call is under way. Raises the last
+    UnavailableError at the end, and any other ServiceError at once.
     """
-    start = last_log = time.monotonic()
-    backoff = _FIRST_BACKOFF_SECONDS
-    while True:
-        try:
-            return await call(make)
-        except errors.UnavailableError as error:
-            now = time.monotonic()
-            if now - start + backoff > seconds:
-                raise
-            if now - last_log >= _WAIT_LOG_SECONDS:
-                last_log = now
-                _log.warning("waiting for %s since %.0f s: %s", what, now - start, error)
-        await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-        backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
+    start = time.monotonic()
+    backoff, is_first = _FIRST_BACKOFF_SECONDS, True
+    async with told_while_waiting(what):
+        while True:
+            try:
+                return await call(make)
+            except errors.UnavailableError as error:
+                if time.monotonic() - start + backoff > seconds:
+                    raise
+                if is_first:
+                    is_first = False
+                    _log.warning("%s is away: %s", what, error)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)

@@ -122,6 +122,7 @@ class RoundSimulation:
         self._joins_together = joins_together
         self._where: dict[DrawId, tuple[str, ...]] = {}  # running groups -> their replicas
         self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
+        self._launched_on: dict[DrawId, str] = {}  # replica, as the round said
         self._launch_finished: dict[DrawId, int] = {}  # tokens of responses of this launch
         self._launch_carried: dict[DrawId, int] = {}  # tokens that this launch was given
         self._told: dict[DrawId, int] = {}  # longest response, as last reported
@@ -310,7 +311,7 @@ class RoundSimulation:
         for name in leaving:
             del self.replicas[name]
         for draw in affected:
-            self._tell(GroupInterrupted(self.now, draw))
+            self._tell(GroupInterrupted(self.now, draw, self._launched_on[draw]))
 
     # --- commands ---------------------------------------------------------------------------
 
@@ -345,6 +346,7 @@ class RoundSimulation:
 
     def _launch(self, command: LaunchGroup) -> None:
         draw = command.draw
+        self._launched_on[draw] = command.replica_id
         known = self._launchables[draw]
         moved = {response.index: response.tokens for response in self._moved.pop(draw, ())}
         self._launch_finished[draw] = 0

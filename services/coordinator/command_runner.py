@@ -78,6 +78,7 @@ from services.coordinator.round_context import (
 _WAIT_LOG_SECONDS = 30.0
 _REPORT_SECONDS = 0.25
 _MAX_FAILURES = 3  # of one draw, apart from replicas that go away
+_MAX_LOSSES = 20  # of replicas that run one draw: it may be what kills them
 _REPLICA_GONE = ("WEIGHT_VERSION_MISMATCH",)
 _log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class CommandRunner:
         self._collected: dict[tuple[DrawId, int], CollectedResponse] = {}
         self._draining: set[str] = set()  # replicas that still stream
         self._failures: dict[DrawId, int] = {}
+        self._losses: dict[DrawId, int] = {}
         self._groups: list[PromptGroup] = []
         self._reported_at = 0.0
         self._idle = ReplicaIdle()
@@ -264,7 +266,16 @@ class CommandRunner:
 
     async def _stop_streams_of(self, replica_id: str) -> None:
         """A lost replica's groups go on elsewhere; its streams must not speak for them any more."""
-        await end_tasks(*(task for name, task in self._streams.values() if name == replica_id))
+        lost = {d: task for d, (name, task) in self._streams.items() if name == replica_id}
+        for draw, task in lost.items():
+            self._losses[draw] = self._losses.get(draw, 0) + (not task.done())
+            if self._losses[draw] >= _MAX_LOSSES:
+                raise RoundFailedError(
+                    f"{_MAX_LOSSES} replicas were lost while they ran draw {draw}, the last one was"
+                    f" {replica_id}; look at its log, and leave prompt {draw.prompt_id} out if it"
+                    " is what kills them"
+                )
+        await end_tasks(*lost.values())
 
     async def _generate(self, draw: DrawId, replica_id: str, indices: tuple[int, ...]) -> None:
         missing = set(indices)
@@ -282,7 +293,7 @@ class CommandRunner:
             if missing:  # a replica that ends a stream early takes no more work
                 self._draining.add(replica_id)
                 self._events.put_nowait(ReplicaDraining(time.monotonic(), replica_id))
-                self._events.put_nowait(GroupInterrupted(time.monotonic(), draw))
+                self._events.put_nowait(GroupInterrupted(time.monotonic(), draw, replica_id))
         finally:
             self._idle.group_ended(replica_id, time.monotonic())
             self._let_go_if_drained(replica_id)
@@ -302,7 +313,7 @@ class CommandRunner:
     ) -> AsyncGenerator[rollout_service_pb2.GenerateGroupResponse, None]:
         parts = self._carry_over.launch(draw, indices)
         request = group_request(self._context, draw, indices, parts)
-        seconds = stream_seconds(self._context)
+        seconds = stream_seconds(self._context, self._replicas.waves(replica_id, len(indices)))
         channel = self._replicas.channel(replica_id)
         stub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
         return stream(lambda: stub.GenerateGroup(request, timeout=seconds))
@@ -378,7 +389,7 @@ class CommandRunner:
             )
         else:
             _log.warning("draw %s failed on %s and is repeated: %s", draw, replica_id, error)
-            self._events.put_nowait(GroupInterrupted(time.monotonic(), draw))
+            self._events.put_nowait(GroupInterrupted(time.monotonic(), draw, replica_id))
 
     async def _score(self, draw: DrawId, index: int) -> None:
         collected = self._collected[draw, index]

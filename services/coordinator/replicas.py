@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import grpc.aio
 
@@ -66,6 +67,7 @@ class ReplicaSet:
         self._joining: list[str] = []  # ready, and not yet handed to the round
         self._join_later: asyncio.TimerHandle | None = None
         self._bringing_up: dict[str, asyncio.Task[None]] = {}
+        self._none_since = time.monotonic()  # since when no replica serves
         self.first_ready_at: float | None = None  # monotonic
         self.slowest_apply_seconds = 0.0
 
@@ -79,6 +81,10 @@ class ReplicaSet:
         if worker is None:
             raise UnavailableError("REPLICA_LOST", f"replica {replica_id} does not serve any more")
         return worker.channel
+
+    def waves(self, replica_id: str, responses: int) -> int:
+        """How often a replica must run what its slots hold, to run so many responses."""
+        return -(-responses // max(1, self._limits[replica_id].slot_count))
 
     def lost(self, replica_id: str) -> bool:
         """Forget a replica; False if it was not serving."""
@@ -136,7 +142,24 @@ class ReplicaSet:
         for name, worker in alive.items():
             known = (*self._serving, *self._bringing_up, *self._released)
             if name not in known:
-                self._bringing_up[name] = asyncio.create_task(self._bring_up(worker, tell))
+                task = asyncio.create_task(self._bring_up(worker, tell))
+                task.add_done_callback(partial(_tell_failure, tell))
+                self._bringing_up[name] = task
+        if self._serving:
+            self._none_since = time.monotonic()
+        elif not alive:
+            self._give_up_after_a_while("no rollout worker is there", tell)
+
+    def _give_up_after_a_while(
+        self, what: str, tell: Callable[[Event | BaseException], None]
+    ) -> None:
+        waited = time.monotonic() - self._none_since
+        if waited > self._workers.wait_seconds:
+            tell(
+                UnavailableError(
+                    "NO_WORKER", f"{what} ({waited:.0f} s); start one, or look at its log"
+                )
+            )
 
     async def _bring_up(
         self, worker: Worker, tell: Callable[[Event | BaseException], None]
@@ -146,6 +169,8 @@ class ReplicaSet:
             stats = await self._apply(worker)
         except (UnavailableError, DeadlineExceededError, InternalError) as error:
             _log.warning("replica %s does not come up: %s", worker.worker_id, error)
+            if not self._serving:
+                self._give_up_after_a_while(f"no replica comes up, the last one: {error}", tell)
             await asyncio.sleep(_PAUSE_SECONDS)
         except ServiceError as error:
             tell(error)
@@ -219,3 +244,9 @@ class ReplicaSet:
                 "parallel size; leave out tail_batching.max_tensor_parallel_size, or launch SGLang",
             )
         return engine.stats
+
+
+def _tell_failure(tell: Callable[[Event | BaseException], None], task: asyncio.Task[None]) -> None:
+    """An unforeseen failure of a task ends the round instead of leaving it waiting."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        tell(error)

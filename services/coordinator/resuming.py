@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 
 from rollpacker.store.records import RunState, state_from_json
 from rollpacker.store.run_store import RunStore
 from rollpacker.v1 import trainer_service_pb2
 from services.coordinator.run_context import RunContext
-from services.coordinator.step_files import StepFiles
+from services.coordinator.step_files import StepFiles, in_thread
 from services.coordinator.trainer_client import TrainerClient
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Resuming:
         state = await self.load()
         opened = await self._trainer.open_run()
         state = await self.reconcile(state, opened)
+        await in_thread(partial(self._context.outputs.begin, state.create_time))
         if state.step:
             await self._files.write(state.step - 1)
         return state

@@ -29,6 +29,7 @@ from rollpacker.v1 import coordinator_service_pb2, reward_service_pb2, reward_se
 from services.coordinator.workers import WorkerRegistry
 
 _BACKOFF_SECONDS = 0.2
+_SLOWEST_CHARACTERS_PER_SECOND = 400.0  # of a judge that reads a response
 _WORKER_LOST = "WORKER_LOST"
 _log = logging.getLogger(__name__)
 
@@ -88,13 +89,18 @@ class RewardClient:
     ) -> reward_service_pb2.ScoreResponseResponse:
         worker = await self._workers.least_busy(coordinator_service_pb2.WORKER_KIND_REWARD)
         stub = reward_service_pb2_grpc.RewardServiceStub(worker.channel)
-        worker.outstanding += 1
+        reading = len(request.response_text) / _SLOWEST_CHARACTERS_PER_SECOND
+        under_way = stub.ScoreResponse(request, timeout=self._settings.timeout_seconds + reading)
+        worker.calls.add(under_way)
         try:
-            answer: reward_service_pb2.ScoreResponseResponse = await call(
-                lambda: stub.ScoreResponse(request, timeout=self._settings.timeout_seconds)
-            )
+            answer: reward_service_pb2.ScoreResponseResponse = await call(lambda: under_way)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not worker.has_moved or (task and task.cancelling()):
+                raise
+            raise UnavailableError("WORKER_MOVED", f"{worker.worker_id} has moved") from None
         finally:
-            worker.outstanding -= 1
+            worker.calls.discard(under_way)
         if answer.HasField("reward") and not math.isfinite(answer.reward):
             raise InternalError("REWARD_NOT_FINITE", f"the reward is {answer.reward}")
         return answer

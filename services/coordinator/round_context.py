@@ -59,9 +59,10 @@ def group_request(
     )
 
 
-def stream_seconds(context: RoundContext) -> float:
-    """The deadline of a group's stream."""
-    return _STREAM_SECONDS + context.sampling.max_response_tokens * _SLOWEST_SECONDS_PER_TOKEN
+def stream_seconds(context: RoundContext, waves: int) -> float:
+    """The deadline of a group's stream whose responses run in so many waves."""
+    tokens = waves * context.sampling.max_response_tokens
+    return _STREAM_SECONDS + tokens * _SLOWEST_SECONDS_PER_TOKEN
 
 
 def check_response(

@@ -16,7 +16,11 @@ from google.protobuf.struct_pb2 import Struct
 from rollpacker import wire
 from rollpacker.observability.tracing import span
 from rollpacker.rpc.client import call_until
-from rollpacker.rpc.errors import FailedPreconditionError
+from rollpacker.rpc.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
 from rollpacker.settings import RunSettings
 from rollpacker.types import Draw, StepResult
 from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2, trainer_service_pb2_grpc
@@ -166,8 +170,15 @@ class TrainerClient:
             channel = (alive[0] if alive else worker).channel
             return make(trainer_service_pb2_grpc.TrainerServiceStub(channel))
 
-        with span(what, run=self._run_id):
-            return await call_until(attempt, seconds=away_seconds, what=f"the trainer ({what})")
+        try:
+            with span(what, run=self._run_id):
+                return await call_until(attempt, seconds=away_seconds, what=f"the trainer ({what})")
+        except (UnavailableError, DeadlineExceededError) as error:
+            raise type(error)(
+                error.reason,
+                f"the trainer does not answer {what}: {error.message}; look at its log, let it run,"
+                " and start the run again with the same settings",
+            ) from error
 
 
 def _trainer_settings(settings: RunSettings) -> Struct:

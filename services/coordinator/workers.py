@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 
@@ -33,7 +33,8 @@ class Worker:
     engine_stats: EngineStats | None
     lease_end: float  # seconds since the Unix epoch
     channel: grpc.aio.Channel
-    outstanding: int = 0  # calls under way, for routing
+    calls: set[grpc.aio.Call] = field(default_factory=set)  # under way; for routing, and to end
+    has_moved: bool = False  # its service answers elsewhere now
 
 
 class WorkerRegistry:
@@ -43,7 +44,7 @@ class WorkerRegistry:
         self, lease_seconds: float, wait_seconds: float, clock: Callable[[], float] = time.time
     ) -> None:
         self.lease_seconds = lease_seconds
-        self._wait_seconds = wait_seconds
+        self.wait_seconds = wait_seconds
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._retired: list[grpc.aio.Channel] = []
@@ -64,7 +65,10 @@ class WorkerRegistry:
             worker.engine_stats, worker.lease_end = engine_stats, lease_end
         else:
             if worker is not None:
-                self._retired.append(worker.channel)  # calls under way end by themselves
+                self._retired.append(worker.channel)
+                worker.has_moved = True
+                for under_way in worker.calls:
+                    under_way.cancel()
             was_alive = False
             channel = open_channel(address, takes_turns=kind == pb.WORKER_KIND_REWARD)
             worker = Worker(worker_id, address, kind, engine_stats, lease_end, channel)
@@ -100,7 +104,7 @@ class WorkerRegistry:
         while not (found := self.alive(kind)):
             waited = self._clock() - start
             name = pb.WorkerKind.Name(kind).removeprefix("WORKER_KIND_").lower()
-            if waited > self._wait_seconds:
+            if waited > self.wait_seconds:
                 raise UnavailableError(
                     "NO_WORKER",
                     f"no {name} worker for {waited:.0f} s; start one, or look at its log",
@@ -109,7 +113,7 @@ class WorkerRegistry:
                 last_log = self._clock()
                 _log.warning("waiting for a %s worker since %.0f s", name, waited)
             await self.wait_for_change(1.0)
-        return min(found, key=lambda worker: (worker.outstanding, worker.worker_id))
+        return min(found, key=lambda worker: (len(worker.calls), worker.worker_id))
 
     async def close(self) -> None:
         """Close every channel."""

@@ -550,11 +550,55 @@ async def test_workers_are_listed_until_their_lease_ends(cluster: Cluster) -> No
 
 async def test_a_missing_kind_of_worker_fails_the_run_with_its_name(cluster: Cluster) -> None:
     async with coordinator(cluster, register=False) as c:
-        c.workers._wait_seconds = 0.2
+        c.workers.wait_seconds = 0.2
         await c.start(run_settings(cluster.directory))
         run = await c.until_ended(succeeded=False)
         assert run.state == pb.Run.STATE_FAILED
         assert "no trainer worker" in run.failure
+
+
+async def test_a_round_without_a_rollout_worker_fails_with_its_name(cluster: Cluster) -> None:
+    for name in ("rollout-0", "rollout-1"):
+        del cluster.addresses[name]
+    async with coordinator(cluster) as c:
+        c.workers.wait_seconds = 0.2
+        await c.start(run_settings(cluster.directory))
+        run = await c.until_ended(succeeded=False)
+    assert run.state == pb.Run.STATE_FAILED
+    assert "no rollout worker is there" in run.failure
+
+
+async def test_a_draw_that_loses_replica_after_replica_ends_the_run_with_its_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.coordinator.command_runner._MAX_LOSSES", 2)
+    for rollout in cluster.rollouts:
+        rollout.fail_next = 10_000
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        run = await c.until_ended(succeeded=False)
+    assert run.state == pb.Run.STATE_FAILED
+    assert "replicas were lost while they ran draw 0:" in run.failure
+
+
+async def test_a_score_is_asked_again_where_its_service_has_moved_to(cluster: Cluster) -> None:
+    held = cluster.reward.hold()  # for good: only the new address answers
+    moved = fakes.FakeReward()
+    server = fakes.reward_server(moved)
+    await server.start()
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory))
+        async with asyncio.timeout(60):
+            await cluster.reward.asked.wait()
+        request = pb.HeartbeatRequest(
+            worker_id="reward-0", address=server.address, kind=pb.WORKER_KIND_REWARD
+        )
+        await c.stub.Heartbeat(request)
+        await c.until_ended()
+        steps = await c.steps()
+    held.set()
+    await server.stop()
+    assert all(step.metrics["reward/none_count"] == 0 for step in steps)
 
 
 async def test_a_standby_takes_over_when_the_lease_is_free_and_a_stale_one_steps_down(

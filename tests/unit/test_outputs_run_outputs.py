@@ -226,3 +226,21 @@ def test_outputs_import_no_torch() -> None:
     code = "import sys, services.coordinator.outputs; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+def test_what_another_run_of_the_same_id_left_is_superseded(
+    tmp_path: Path, steps: Sequence[GroupsOfStep]
+) -> None:
+    before = _open(tmp_path)
+    before.begin(100.0)
+    before.write_step(*steps[0])
+    before.write_validation(0, "held_out", {"accuracy": 0.5})
+    again = _open(tmp_path)
+    again.begin(100.0)
+    assert again.has_validation(0, "held_out")
+    assert _sampled(tmp_path) == ["step_000000.jsonl"]
+    other = _open(tmp_path)
+    other.begin(200.0)
+    assert not other.has_validation(0, "held_out")
+    assert (_metric_steps(tmp_path), _sampled(tmp_path)) == ([], [])
+    assert (tmp_path / "superseded" / "step_000000.jsonl").exists()

@@ -91,8 +91,8 @@ class Engine:
     def _fault(self) -> None:
         if self.running and self.rng.random() < 0.5:
             draw = self.rng.choice(list(self.running))
-            del self.running[draw]
-            self.tell(GroupInterrupted(self.now, draw))
+            replica_id, _ = self.running.pop(draw)
+            self.tell(GroupInterrupted(self.now, draw, replica_id))
             return
         name = self.rng.choice(["a", "b"])
         for draw in [d for d, (replica, _) in self.running.items() if replica == name]:
@@ -361,12 +361,24 @@ def test_a_moved_response_counts_each_decoded_token_once() -> None:
     round_.handle(ReplicaJoined(0, "a", 8))
     round_.handle(ProgressReported(1, draw, 30, 30))
     assert round_.handle(ReplicaDraining(2, "a")) == []
-    assert round_.handle(GroupInterrupted(2, draw)) == []  # not to the draining one again
+    assert round_.handle(GroupInterrupted(2, draw, "a")) == []  # not to the draining one again
     assert round_.handle(ReplicaJoined(3, "b", 8)) == [LaunchGroup(draw, "b", (0,))]
     round_.handle(ResponseFinished(4, draw, 0, 50, carried_tokens=30))
     finish = round_.handle(ResponseScored(5, draw, 0, 1.0))[-1]
     assert isinstance(finish, FinishRound)
     assert finish.generated_tokens == 50
+
+
+def test_late_news_of_a_lost_replica_interrupts_no_group_that_runs_elsewhere() -> None:
+    round_ = Round(
+        TailBatchingRules(1, 1), RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 1), [Draw(0, "x", (1,))]
+    )
+    draw = DrawId(0, "x")
+    assert round_.handle(ReplicaJoined(0, "a", 8)) == [LaunchGroup(draw, "a", (0,))]
+    round_.handle(ReplicaJoined(0, "b", 8))
+    assert round_.handle(ReplicaLost(1, "a")) == [LaunchGroup(draw, "b", (0,))]
+    assert round_.handle(GroupInterrupted(2, draw, "a")) == []
+    assert round_.handle(GroupInterrupted(3, draw, "b")) == [LaunchGroup(draw, "b", (0,))]
 
 
 def test_a_draining_replica_that_is_lost_gives_its_groups_up() -> None:

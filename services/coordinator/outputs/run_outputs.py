@@ -63,19 +63,33 @@ class RunOutputs:
         the settings name is not installed.
         """
         self._files = RunDirectory(directory)
+        create_time: float | None = None
         if self._files.run_file.exists():
-            owner = read_json(self._files.run_file).get("run_id")
+            before = read_json(self._files.run_file)
+            owner, create_time = before.get("run_id"), before.get("create_time")
             if owner != run_id:
                 raise RunDirectoryError(
                     f"{directory} holds run {owner!r}, not {run_id!r}; move it aside"
                 )
-        run = {"run_id": run_id, "mode": mode, "settings": dict(settings)}
-        write_atomic(self._files.run_file, to_json(run) + "\n")
+        self._run = {"run_id": run_id, "mode": mode, "settings": dict(settings)}
+        self._write_run_file(create_time)
         self._run_id = run_id
         self._newest_step = self._files.metrics.newest_step()
         self._train_log = EventLog(self._files.tensorboard / "train")
         self._validation_logs: dict[str, EventLog] = {}
         self._trackers = Trackers(TrackedRun(run_id, directory, settings))
+
+    def begin(self, create_time: float) -> None:
+        """Say which run goes on here, by the time when it was first started (seconds since the
+        epoch). What another run of the same id has left moves to superseded/. Repeat: no effect."""
+        before = read_json(self._files.run_file).get("create_time")
+        if before not in (None, create_time):
+            self.supersede_from(-1)
+        self._write_run_file(create_time)
+
+    def _write_run_file(self, create_time: float | None) -> None:
+        known = {} if create_time is None else {"create_time": create_time}
+        write_atomic(self._files.run_file, to_json(self._run | known) + "\n")
 
     def write_step(self, record: StepRecord, groups: Sequence[PromptGroup]) -> None:
         """Write the outputs of a committed step; a repeat replaces them.
