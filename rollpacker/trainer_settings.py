@@ -88,6 +88,11 @@ class TrainerSettings(Section):
         description="what engines get: whole weights with the adapter merged in (every engine), or"
         " the adapter beside the base weights, which are written once (embedded engine)",
     )
+    offload: bool = Field(
+        False,
+        description="between steps keep weights and optimizer state in host memory, for an engine"
+        " on the same accelerator",
+    )
     keep_checkpoints: int = Field(2, ge=1)
     checkpoint_interval: int = Field(
         1,

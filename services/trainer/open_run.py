@@ -32,7 +32,7 @@ from services.trainer.metrics import step_metrics
 from services.trainer.model import ModelNotFoundError
 from services.trainer.open_step import OpenStep
 from services.trainer.redis_retry import through_restarts
-from services.trainer.replica import Open
+from services.trainer.replica import Open, PutAway
 from services.trainer.settings import RunSpec
 from services.trainer.update import UpdateOutcome
 from services.trainer.weight_publisher import WeightPublisher
@@ -218,6 +218,8 @@ class OpenRun:
         await self._leader.in_thread(
             lambda: self._publisher.publish(version, whole.tensors, whole.config, whole.adapter)
         )
+        if self.spec.settings.offload:
+            await self._leader.everywhere(PutAway())
 
     async def _record(self, step: int, result: StepResult) -> None:
         stream = SampleStream(self._redis, self.spec.run_id, step)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from services.trainer import checkpoint
 from services.trainer.model import ModelNotFoundError, PolicyModel
+from services.trainer.offload import Offload
 from services.trainer.packing import Window
 from services.trainer.ranks import Ranks
 from services.trainer.settings import OpenRunSettings
@@ -91,6 +92,12 @@ class GatherWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PutAway:
+    """Between steps: keep the tensors in host memory; the next command that needs them brings them
+    back."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Nothing; shows that every rank is alive."""
 
@@ -101,7 +108,7 @@ class Shutdown:
 
 
 StepCommand = BeginStep | Accumulate | DropSums | Update
-Command = Open | StepCommand | SaveTensors | GatherWeights | Ping | Shutdown
+Command = Open | StepCommand | SaveTensors | GatherWeights | PutAway | Ping | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class _Run:
     optimizer: torch.optim.Optimizer
     accumulator: StepAccumulator
     settings: OpenRunSettings
+    offload: Offload
 
 
 class Replica:
@@ -142,7 +150,7 @@ class Replica:
                     group["lr"] = learning_rate
             case Accumulate(window):
                 for batch in window.micro_batches:
-                    self._opened.accumulator.add(batch)
+                    self._ready.accumulator.add(batch)
             case DropSums():
                 self._opened.accumulator.drop()
             case Update():
@@ -154,14 +162,21 @@ class Replica:
             case Shutdown():
                 self._finish_saving()
                 self._ranks.sum(torch.zeros(1))  # nobody leaves before all have heard of it
-            case Ping():
-                pass
+            case PutAway():
+                if self._run is not None:
+                    self._run.offload.put_away()
         return None
 
     @property
     def _opened(self) -> _Run:
         assert self._run is not None, "the leader sends Open first"
         return self._run
+
+    @property
+    def _ready(self) -> _Run:
+        """With its tensors on the device."""
+        self._opened.offload.bring_back()
+        return self._opened
 
     def _open(self, command: Open) -> None:
         self._run = None  # frees the memory of the last run
@@ -187,7 +202,9 @@ class Replica:
         accumulator = StepAccumulator(
             model, command.settings, command.temperature, self._ranks, reference
         )
-        self._run = _Run(model, optimizer, accumulator, command.settings)
+        modules = [model.module, *([reference.module] if reference else [])]
+        offload = Offload(modules, optimizer, self._ranks.device)
+        self._run = _Run(model, optimizer, accumulator, command.settings, offload)
 
     def _reference(self, command: Open) -> PolicyModel:
         """The initial model, which is never trained."""
@@ -199,7 +216,7 @@ class Replica:
 
     def _save(self, directory: Path) -> Future[Any]:
         self._finish_saving()
-        run = self._opened
+        run = self._ready
         self._written = checkpoint.start_saving(
             directory, run.model.module, run.optimizer, self._ranks.saving
         )
@@ -211,11 +228,11 @@ class Replica:
             self._written = None
 
     def _update(self) -> UpdateOutcome:
-        run = self._opened
+        run = self._ready
         return apply_update(run.model, run.optimizer, run.accumulator, run.settings, self._ranks)
 
     def _gather(self, with_base: bool) -> WholeWeights:
-        model, settings = self._opened.model, self._opened.settings
+        model, settings = self._ready.model, self._opened.settings
         config = cast(Any, model.module).config
         config.dtype = model.compute_dtype
         if model.lora is None or settings.lora_publish == "merged":

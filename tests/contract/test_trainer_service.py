@@ -536,6 +536,20 @@ async def test_updates_after_the_last_checkpoint_are_taken_back_with_their_resul
         assert _without_times(again.metrics) == _without_times(results[2].metrics)
 
 
+async def test_tensors_that_are_put_away_between_steps_train_the_same(
+    model, redis_client, tmp_path
+):
+    uris = []
+    for offload in (False, True):
+        await redis_client.flushdb()
+        async with serving_trainer(redis_client, tmp_path / str(offload)) as trainer:
+            await trainer.open(open_run_request(model, trainer_settings(offload=offload)))
+            for step in range(2):
+                result = await trainer.train(redis_client, step, make_groups(step))
+            uris.append(result.weights_uri)
+    assert same_bits(*uris)
+
+
 def hold_checkpoints(trainer) -> threading.Event:
     """No checkpoint becomes complete before the event is set."""
     gate = threading.Event()
