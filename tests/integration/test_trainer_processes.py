@@ -225,22 +225,21 @@ async def test_replicas_that_share_nothing_but_the_update_train_what_one_process
     assert_same_metrics(alone[1].metrics, second.metrics)
 
 
-async def test_two_ranks_train_the_adapter_that_one_does_and_four_go_on_from_it(
+async def test_two_ranks_train_the_adapter_that_one_does(
     redis_client, redis_url, model, tmp_path
 ):
     request = open_run_request(model, SMOOTH.model_copy(update={"lora_rank": 2}))
-    steps = [make_groups(step, 5) for step in range(3)]
+    steps = [make_groups(step, 5) for step in range(2)]
     (tmp_path / "more").mkdir()
     async with serving_trainer(redis_client, tmp_path / "one") as trainer:
         initial = published_weights((await trainer.open(request)).weights_uri)
         for step, groups in enumerate(steps):
             alone = await trainer.train(redis_client, step, groups)
     await redis_client.flushdb()
-    for ranks, first, last in ((2, 0, 2), (4, 2, 3)):
-        async with trainer_process(redis_url, tmp_path / "more", ranks=ranks) as trainer:
-            assert (await trainer.open(request)).weight_version == first
-            for step in range(first, last):
-                together = await trainer.train(redis_client, step, steps[step])
+    async with trainer_process(redis_url, tmp_path / "more", ranks=2) as trainer:
+        await trainer.open(request)
+        for step, groups in enumerate(steps):
+            together = await trainer.train(redis_client, step, groups)
     ours, theirs = map(published_weights, (alone.weights_uri, together.weights_uri))
     for name, start in initial.items():
         change = (ours[name] - start).abs().max()
