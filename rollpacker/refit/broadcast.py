@@ -124,8 +124,8 @@ def _group(store: Any, place: Place, host: str) -> Any:
     gloo = _dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=place.timeout_seconds)
-    options._devices = [gloo.create_device(hostname=host)]
     try:
+        options._devices = [gloo.create_device(hostname=host)]
         return gloo(_dist.PrefixStore("weights", store), place.rank, place.world_size, options)
     except RuntimeError as error:
         raise BroadcastError(str(error)) from error
