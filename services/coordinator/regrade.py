@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollpacker.data.dataset import PromptDataset
 from rollpacker.data.errors import DataError
-from rollpacker.data.run_data import load_run_data
+from rollpacker.data.rows import parse_row
+from rollpacker.data.run_data import load_run_data, prompt_rules
 from rollpacker.rpc.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from rollpacker.settings import RunSettings, parse_run_settings
 from rollpacker.tasks import end_tasks
@@ -50,10 +50,11 @@ async def regrade_samples(
     directory = RunDirectory(runs.directory(request.run_id))
     steps = _steps(directory, request)
     settings = parse_run_settings(state.settings)
-    dataset = await asyncio.to_thread(_dataset, settings)
+    added = await runs.store(request.run_id).added_prompts(0, state.added_known)
+    prompts = await asyncio.to_thread(_prompts, settings, added)
     rewards = RewardClient(workers, settings.reward, request.run_id)
     for step in steps:
-        regrade = _StepRegrade(directory, request.regrade_id, step, dataset, rewards)
+        regrade = _StepRegrade(directory, request.regrade_id, step, prompts, rewards)
         yield await regrade.run()
 
 
@@ -74,11 +75,17 @@ def _steps(directory: RunDirectory, request: pb.RegradeSamplesRequest) -> list[i
     return found
 
 
-def _dataset(settings: RunSettings) -> PromptDataset:
+def _prompts(settings: RunSettings, added: Sequence[str | bytes]) -> dict[str, Prompt]:
+    """Every prompt of a run by id: its data as it is now, and what was added to it."""
     try:
-        return load_run_data(settings).dataset
+        data, rules = load_run_data(settings), prompt_rules(settings)
+        of_rows = [
+            parse_row(json.loads(row), index, data.tokenizer, rules)
+            for index, row in enumerate(added)
+        ]
     except DataError as error:
         raise InvalidArgumentError.field("settings.data", str(error)) from error
+    return {prompt.prompt_id: prompt for prompt in (*data.dataset, *of_rows)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class _StepRegrade:
     directory: RunDirectory
     regrade_id: str
     step: int
-    dataset: PromptDataset
+    prompts: Mapping[str, Prompt]
     rewards: RewardClient
 
     async def run(self) -> pb.RegradeSamplesResponse:
@@ -111,7 +118,7 @@ class _StepRegrade:
 
     def _prompt(self, group: PromptGroup) -> Prompt:
         try:
-            return self.dataset.by_id(group.draw.prompt_id)
+            return self.prompts[group.draw.prompt_id]
         except KeyError as error:
             raise FailedPreconditionError(
                 "PROMPT_MISSING",

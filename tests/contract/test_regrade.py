@@ -11,12 +11,14 @@ import pytest
 from rollpacker.rpc.client import stream
 from rollpacker.rpc.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from rollpacker.v1 import coordinator_service_pb2 as pb
-from tests.contract.test_coordinator_service import (
+from tests.contract.coordinator_cluster import (
     Cluster,
     Coordinator,
     cluster,
     coordinator,
 )
+from tests.contract.test_run_control import ask, paused_at
+from tests.contract.test_run_control import rows as rows_to_add
 from tests.tiny_run import run_settings, write_data
 
 __all__ = ["cluster"]  # the fixture
@@ -102,3 +104,15 @@ async def test_a_prompt_that_left_the_data_is_named(cluster: Cluster) -> None:  
         write_data(cluster.directory / "train.jsonl", 1)
         with pytest.raises(FailedPreconditionError, match=r"prompt \d+ of step 0"):
             await regrade(c)
+
+
+async def test_prompts_that_were_added_to_the_run_are_known(cluster: Cluster) -> None:  # noqa: F811
+    async with coordinator(cluster) as c:
+        await paused_at(c, run_settings(cluster.directory), 1)
+        await ask(c, "AddPrompts", rows=rows_to_add("new-0", "new-1"))
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        steps = await regrade(c)
+        assert {step.changed_count for step in steps} == {0}
+        prompts = {row["draw"]["prompt_id"] for step in steps for row in rows(step)}
+        assert {"new-0", "new-1"} <= prompts
