@@ -225,9 +225,7 @@ async def test_replicas_that_share_nothing_but_the_update_train_what_one_process
     assert_same_metrics(alone[1].metrics, second.metrics)
 
 
-async def test_two_ranks_train_the_adapter_that_one_does(
-    redis_client, redis_url, model, tmp_path
-):
+async def test_two_ranks_train_the_adapter_that_one_does(redis_client, redis_url, model, tmp_path):
     request = open_run_request(model, SMOOTH.model_copy(update={"lora_rank": 2}))
     steps = [make_groups(step, 5) for step in range(2)]
     (tmp_path / "more").mkdir()
