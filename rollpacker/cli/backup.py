@@ -83,6 +83,10 @@ def restore(
     async def work(client: Redis) -> None:
         manifest = await restore_run(client, places, file, replace=replace)
         print(f"{_said(manifest)} is back; `rollpacker submit` with its run file goes on")
+        if replace:
+            print(
+                "a trainer that has this run open must be restarted first: it goes by what it holds"
+            )
 
     _run(stack, redis, work)
 
