@@ -22,7 +22,7 @@ from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
 from rollpacker.policy.commands import Command
 from rollpacker.policy.events import DrawsAdded, Event, GroupRestored
 from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
 from rollpacker.types import Draw, DrawId, RoundKind
 
 _EVENTS = {kind.__name__: kind for kind in get_args(Event)}
@@ -160,7 +160,7 @@ def _arguments_to_json(arguments: RoundArguments) -> dict[str, Any]:
 def _arguments_from_json(values: Mapping[str, Any]) -> RoundArguments:
     rules, plan = values["rules"], values["plan"]
     return RoundArguments(
-        _made(TailBatchingRules, rules, race=RaceKind, advantages=_advantages),
+        _made(TailBatchingRules, rules, race=RaceKind, routing=Routing, advantages=_advantages),
         _made(RoundPlan, plan, kind=RoundKind, queued=_draws, protected=_draw_ids),
         _draws(values["draws"]),
         {DrawId(epoch, prompt): tokens for epoch, prompt, tokens in values["expected_tokens"]},

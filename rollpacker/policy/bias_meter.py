@@ -1,8 +1,9 @@
 """Does tail batching train shorter responses than the policy writes? The live answer.
 
 The trained mean is over all trained responses. The uncensored mean is the Kaplan-Meier mean over
-every response of the run: trained ones with their length, those of deferred draws with what they
-have so far (right-censored unless finished). Each (draw, index) counts once, with its latest state.
+every response of the run: trained ones with their length; those of deferred draws, and those that
+a trained group let go of (`response_speculation_factor`), with what they had (right-censored unless
+finished). Each (draw, index) counts once, with its latest state.
 Their ratio is 1 when nothing is lost, and falls below 1 when long responses go missing.
 """
 
@@ -34,12 +35,21 @@ def kaplan_meier_mean(finished: Mapping[int, int], censored: Mapping[int, int]) 
 class BiasMeter:
     """Counts what was trained; the deferred part is passed in, because it changes every round."""
 
-    def __init__(self, trained_lengths: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        trained_lengths: Mapping[int, int] | None = None,
+        cut_lengths: Mapping[int, int] | None = None,
+    ) -> None:
         self.trained_lengths: Counter[int] = Counter(trained_lengths or {})
+        self.cut_lengths: Counter[int] = Counter(cut_lengths or {})
 
     def add_trained(self, lengths: Iterable[int]) -> None:
         """Responses of a committed step, in tokens."""
         self.trained_lengths.update(lengths)
+
+    def add_cut(self, lengths: Iterable[int]) -> None:
+        """Responses that the step's groups let go of: tokens that they had."""
+        self.cut_lengths.update(lengths)
 
     def trained_mean(self) -> float:
         """Mean trained length in tokens; 0 before the first step."""
@@ -50,7 +60,7 @@ class BiasMeter:
     def uncensored_mean(self, deferred: Iterable[tuple[int, bool]]) -> float:
         """Kaplan-Meier mean in tokens; `deferred` holds (tokens so far, whether finished)."""
         finished = Counter(self.trained_lengths)
-        censored: Counter[int] = Counter()
+        censored = Counter(self.cut_lengths)
         for tokens, ended in deferred:
             (finished if ended else censored)[tokens] += 1
         return kaplan_meier_mean(finished, censored)

@@ -57,6 +57,7 @@ class FinishRound:
     rollout_seconds: float  # from the first event to the last response that was needed
     race_wait_seconds: float  # of these, after enough groups were complete to fill the step
     flat: tuple[DrawId, ...] = ()  # dropped: no advantage in the whole group; in launch order
+    cut_tokens: tuple[int, ...] = ()  # of responses of the winners that were let go unfinished
 
 
 Command = LaunchGroup | AbortGroup | ScoreResponse | RequestDraws | EmitGroup | FinishRound

@@ -256,6 +256,7 @@ class Round:
             surplus = False  # nothing runs
         self._release(group)
         group.state = GroupState.FINISHED
+        group.cut()
         group.end_launch()
         if not self._rules.dynamic_sampling:
             self._enter_race(group, at)
@@ -439,6 +440,9 @@ class Round:
             rollout_seconds=decided - start,
             race_wait_seconds=max(0.0, decided - filled),
             flat=tuple(draw for draw in self._groups if draw in flat),
+            cut_tokens=tuple(
+                tokens for draw in self._emitted for tokens in self._groups[draw].cut_tokens
+            ),
         )
 
     def _deferred(self, group: Group) -> DeferredDraw:

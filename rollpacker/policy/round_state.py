@@ -43,6 +43,7 @@ class Group:
     launch_finished_decoded: int = 0  # of these, in this launch
     running_decoded: int = 0  # of those that have not
     aborted_decoded: int = 0  # of launches that were lost
+    cut_tokens: tuple[int, ...] = ()  # of responses that were let go when enough had finished
 
     @property
     def decoded(self) -> int:
@@ -52,6 +53,12 @@ class Group:
         """What it was decoding has stopped."""
         self.aborted_decoded += self.running_decoded
         self.running_tokens = self.running_decoded = 0
+
+    def cut(self) -> None:
+        """Enough responses have finished; the others are let go. They ran in step: each has the
+        mean so far."""
+        if missing := len(self.missing()):
+            self.cut_tokens = (self.running_tokens // missing,) * missing
 
     def missing(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.response_count) if i not in self.finished)

@@ -30,6 +30,7 @@ class Totals:
     deferrals: int = 0  # draws put into the queue, each time counted
     trained_groups: int = 0
     trained_lengths: Mapping[int, int] = field(default_factory=dict)  # tokens -> responses
+    cut_lengths: Mapping[int, int] = field(default_factory=dict)  # of responses let go of
     trained_by_domain: Mapping[str, int] = field(default_factory=dict)  # domain -> groups
 
 
@@ -120,7 +121,8 @@ def state_from_json(text: str | bytes) -> RunState:
             " finish the run with the version that started it"
         )
     totals = values.pop("totals")
-    lengths = {int(length): count for length, count in totals.pop("trained_lengths").items()}
+    trained = _by_length(totals.pop("trained_lengths"))
+    cut = _by_length(totals.pop("cut_lengths", {}))
     deferred = tuple(deferred_from_json(item) for item in values.pop("deferred"))
     dropped = tuple(
         DroppedDraw(**{**item, "item": deferred_from_json(item["item"])})
@@ -130,8 +132,12 @@ def state_from_json(text: str | bytes) -> RunState:
         **values,
         deferred=deferred,
         dropped=dropped,
-        totals=Totals(**totals, trained_lengths=lengths),
+        totals=Totals(**totals, trained_lengths=trained, cut_lengths=cut),
     )
+
+
+def _by_length(values: Mapping[str, int]) -> dict[int, int]:
+    return {int(length): count for length, count in values.items()}
 
 
 def record_to_json(record: StepRecord) -> str:

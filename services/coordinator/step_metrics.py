@@ -20,15 +20,17 @@ _UPDATES_BETWEEN = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 64))
 
 def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRound) -> Totals:
     """The run's sums after a step."""
-    meter = BiasMeter(totals.trained_lengths)
+    meter = BiasMeter(totals.trained_lengths, totals.cut_lengths)
     lengths = [len(s.response.token_ids) for group in groups for s in group.responses]
     meter.add_trained(lengths)
+    meter.add_cut(finish.cut_tokens)
     return Totals(
         trained_tokens=totals.trained_tokens + sum(lengths),
         generated_tokens=totals.generated_tokens + finish.generated_tokens,
         deferrals=totals.deferrals + len(finish.deferred),
         trained_groups=totals.trained_groups + len(groups),
         trained_lengths=dict(meter.trained_lengths),
+        cut_lengths=dict(meter.cut_lengths),
         trained_by_domain=totals.trained_by_domain,
     )
 
@@ -146,7 +148,7 @@ def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict
 
 
 def _bias_metrics(after: RunState) -> dict[str, float]:
-    meter = BiasMeter(after.totals.trained_lengths)
+    meter = BiasMeter(after.totals.trained_lengths, after.totals.cut_lengths)
     deferred = list(_responses(after.deferred))
     generated, trained = after.totals.generated_tokens, after.totals.trained_tokens
     return {

@@ -49,6 +49,14 @@ def test_the_bias_ratio_falls_when_long_responses_wait_in_the_queue() -> None:
     assert meter.ratio([]) == 1
 
 
+def test_the_bias_ratio_falls_when_groups_let_go_of_their_longest_responses() -> None:
+    meter = BiasMeter()
+    meter.add_trained([10, 10, 10, 40])
+    meter.add_cut([10])
+    assert meter.ratio([]) == pytest.approx(17.5 / 22.0)  # two of five go on to 40
+    assert BiasMeter(meter.trained_lengths, meter.cut_lengths).ratio([]) == meter.ratio([])
+
+
 @given(st.integers(0, 2**53), st.integers(0, 9), st.text(max_size=5), st.integers(0, 64))
 def test_seeds_are_63_bits_and_differ_between_responses(run_seed, epoch, prompt_id, count) -> None:
     seeds = response_seeds(run_seed, DrawId(epoch, prompt_id), count)

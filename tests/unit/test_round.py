@@ -494,3 +494,17 @@ def test_a_long_group_keeps_others_off_its_replica_unless_they_go_round(routing,
     assert round_.handle(ReplicaJoined(0, "left", 100, others_follow=True)) == []
     commands = round_.handle(ReplicaJoined(0, "right", 100))
     assert {c.draw.prompt_id: c.replica_id for c in commands} == expected
+
+
+def test_responses_that_a_group_lets_go_of_are_told_with_what_they_had() -> None:
+    rules = TailBatchingRules(1, 2, (2.0,), 2.0, RaceKind.ARRIVAL, keeps_seeds=False)
+    draw = Draw(0, "p", (1, 2, 3, 4))
+    round_ = Round(rules, RoundPlan(0, RoundKind.SHORT, 0, (), 1, 1, 4), [draw])
+    round_.handle(ReplicaJoined(0.0, "a", 4))
+    round_.handle(ProgressReported(1.0, draw.id, 7, 24))
+    round_.handle(ResponseFinished(2.0, draw.id, 3, 7))
+    round_.handle(ResponseFinished(3.0, draw.id, 1, 5))
+    round_.handle(ResponseScored(4.0, draw.id, 3, 1.0))
+    *_, finish = round_.handle(ResponseScored(4.0, draw.id, 1, 0.0))
+    assert isinstance(finish, FinishRound)
+    assert finish.cut_tokens == (6, 6)  # 24 - 7 - 5 tokens, shared by the two that were left
