@@ -257,7 +257,8 @@ async def test_a_kill_between_checkpoint_and_record_loses_nothing(
         await redis_client.execute_command("CLIENT", "PAUSE", "60000", "WRITE")
         finishing = asyncio.create_task(trainer.finish(0, draws_of(groups)))
         published = tmp_path / "weights" / RUN / "step_000001"
-        while not published.exists():
+        saved = tmp_path / "checkpoints" / RUN / "step_000001" / "COMPLETE"
+        while not (published.exists() and saved.exists()):
             await asyncio.sleep(0.01)
         trainer.end(signal.SIGKILL)
         await trainer.ended()
