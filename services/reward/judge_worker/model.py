@@ -8,6 +8,7 @@ Before a batch the layers are arranged by the memory that is free then (`residen
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +52,13 @@ class Reply:
 
 
 class JudgeModel:
-    """Not thread-safe: one thread calls `complete` and `release`."""
+    """One thread calls `complete` and `release`; any may encode and decode meanwhile."""
 
     def __init__(self, settings: JudgeModelSettings) -> None:
         """Load it into host memory. Raises OSError, ValueError (what transformers says)."""
         self._device = torch.device(settings.device)
         self._limit = settings.memory_gib * (1 << 30) or math.inf
+        self._one_at_a_time = threading.Lock()  # a tokenizer serves one thread
         self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
         dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         load: Any = AutoModelForCausalLM.from_pretrained
@@ -71,6 +73,16 @@ class JudgeModel:
 
     def encode(self, messages: Messages, max_tokens: int) -> tuple[int, ...]:
         """The prompt of a conversation. Raises PromptTooLongError."""
+        with self._one_at_a_time:
+            ids = self._tokens(messages)
+        if len(ids) + max_tokens > self._context:
+            raise PromptTooLongError(
+                f"messages: {len(ids)} tokens and a reply of up to {max_tokens} are more than the"
+                f" {self._context} of the judge; shorten the response, or take another model"
+            )
+        return ids
+
+    def _tokens(self, messages: Messages) -> tuple[int, ...]:
         tokenizer = self._tokenizer
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(
@@ -79,16 +91,11 @@ class JudgeModel:
         else:
             text = "".join(f"{message['content']}\n\n" for message in messages)
         own_marks = not tokenizer.chat_template
-        ids = tuple(tokenizer(text, add_special_tokens=own_marks)["input_ids"])
-        if len(ids) + max_tokens > self._context:
-            raise PromptTooLongError(
-                f"messages: {len(ids)} tokens and a reply of up to {max_tokens} are more than the"
-                f" {self._context} of the judge; shorten the response, or take another model"
-            )
-        return ids
+        return tuple(tokenizer(text, add_special_tokens=own_marks)["input_ids"])
 
     def decode(self, reply: Reply) -> str:
-        return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
+        with self._one_at_a_time:
+            return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
 
     def complete(self, requests: Sequence[Request]) -> list[Reply]:
         """A reply to each request, decoded together. Raises DeviceMemoryError."""
