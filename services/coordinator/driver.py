@@ -16,16 +16,11 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from functools import partial
+from collections.abc import Coroutine
 from typing import Any
 
-from rollpacker.data.run_data import RunData
 from rollpacker.observability.tracing import span
-from rollpacker.policy.round import Round
-from rollpacker.policy.scale_down import ScaleDown, ScaleDownRules
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, new_prompt_budget, plan
-from rollpacker.round_log import RoundArguments, RoundLog
 from rollpacker.rpc.errors import ServiceError
 from rollpacker.settings import RunSettings
 from rollpacker.store.draft_store import DraftStore
@@ -34,28 +29,21 @@ from rollpacker.store.run_store import RunStore
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.tasks import end_tasks
 from rollpacker.types import (
-    EngineSpec,
-    PromptGroup,
-    SamplingParameters,
     StepRecord,
     StepResult,
 )
 from rollpacker.v1 import coordinator_service_pb2
 from services.coordinator.alarm_watch import AlarmWatch
 from services.coordinator.changes import change_from_json, settings_in_force, settled
-from services.coordinator.command_runner import CommandRunner, RoundResult
 from services.coordinator.control import RunControl
-from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outcome import finished_record, round_outcome
-from services.coordinator.parallelism import ParallelismPlanner
 from services.coordinator.progress import RoundProgress
 from services.coordinator.prompt_source import PromptSource
-from services.coordinator.replicas import ReplicaSet
 from services.coordinator.resuming import Resuming
 from services.coordinator.reward_client import RewardClient
-from services.coordinator.round_context import RoundContext
 from services.coordinator.round_draws import RoundDraws
+from services.coordinator.round_runner import RoundRunner, sampling_parameters
 from services.coordinator.run_context import RunContext
 from services.coordinator.step_files import StepFiles, in_thread
 from services.coordinator.trainer_client import RewindError, TrainerClient
@@ -72,14 +60,9 @@ class RunDriver:
         self._control = control
         self._store = RunStore(context.redis, context.run_id)
         self._drafts = DraftStore(context.redis, context.run_id)
+        self._rounds = RoundRunner(context, self._drafts)
         self._trainer = TrainerClient(
             context.workers, context.settings, context.run_id, context.fence
-        )
-        tail = context.settings.tail_batching
-        self._sizes = (
-            ParallelismPlanner(tail.tensor_parallel_size, tail.max_tensor_parallel_size)
-            if tail.max_tensor_parallel_size
-            else None
         )
         self._alarms = AlarmWatch(self._store)
         self.validator = Validator(context)
@@ -175,9 +158,10 @@ class RunDriver:
         context = self._context
         self._settings = settings
         self._rules = tail_batching_rules(settings)
-        self._sampling = sampling_parameters(settings, context.data)
-        self._rewards = RewardClient(context.workers, settings.reward, context.run_id)
-        self.validator.use(self._rewards, self._sampling)
+        sampling = sampling_parameters(settings, context.data)
+        rewards = RewardClient(context.workers, settings.reward, context.run_id)
+        self._rounds.use(settings, self._rules, sampling, rewards)
+        self.validator.use(rewards, sampling)
         self._trainer.use(settings)
 
     async def _begun(self, state: RunState) -> RunState:
@@ -245,7 +229,7 @@ class RunDriver:
         restored = await stream.read_all()
         if self._rules.streams:
             await self._trainer.start_step(state.step)
-        result = await self._run_round(state, planned, draws, restored, stream)
+        result = await self._rounds.run(state, planned, draws, restored, stream)
         if not self._rules.streams:
             await self._trainer.start_step(state.step)
         outcome = round_outcome(
@@ -259,84 +243,6 @@ class RunDriver:
         await self._drafts.save(result.drafts)
         await self._store.save_outcome(state.step, outcome)
         return outcome
-
-    async def _run_round(
-        self,
-        state: RunState,
-        planned: RoundPlan,
-        draws: RoundDraws,
-        restored: Sequence[PromptGroup],
-        stream: SampleStream,
-    ) -> RoundResult:
-        context = RoundContext(
-            run_id=self._context.run_id,
-            step=state.step,
-            fence=self._context.fence,
-            weight_version=state.weight_version,
-            sampling=self._sampling,
-            draws=draws.draws,
-            prompts=draws.prompts,
-            tokenizer=self._context.data.tokenizer,
-            drafts=await self._drafts.load([draw.id for draw in planned.queued]),
-            carry_over_max_tokens=(
-                self._settings.tail_batching.carry_over_max_tokens if self._rules.keeps_seeds else 0
-            ),
-        )
-        sizes = self._sizes
-        spec = EngineSpec(
-            self._context.run_id,
-            state.weight_version,
-            state.weights_uri,
-            tensor_parallel_size=sizes.size(planned.kind) if sizes else 0,
-        )
-        replicas = ReplicaSet(
-            self._context.workers,
-            spec,
-            self._context.fence,
-            needs_replay=self._rules.keeps_seeds and self._rules.levels > 0,
-            group_count=len(draws.draws),
-            response_count=planned.response_count,
-        )
-
-        cap = self._sampling.max_response_tokens
-        launched = list(draws.draws.values())
-        expected = expected_tokens(state, launched, draws.prompts, cap)
-
-        def on_progress(round_: Round) -> None:
-            self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
-
-        arguments = RoundArguments(self._rules, planned, tuple(launched), expected)
-        log = RoundLog(arguments)
-        runner = CommandRunner(
-            arguments.make(),
-            context,
-            replicas,
-            self._rewards,
-            stream.append,
-            on_progress,
-            self._scale_down_of(state),
-            log,
-            draws.more,
-        )
-        started = time.monotonic()
-        result = await runner.run(restored)
-        await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
-        ready = replicas.first_ready_at or started
-        if sizes:
-            sizes.applied(spec.tensor_parallel_size, replicas.slowest_apply_seconds)
-            sizes.after_round(planned.kind, result.preemptions, result.finish.rollout_seconds)
-        return dataclasses.replace(
-            result,
-            apply_seconds=max(0.0, ready - started),
-            tensor_parallel_size=spec.tensor_parallel_size,
-        )
-
-    def _scale_down_of(self, state: RunState) -> ScaleDown | None:
-        """What may release replicas of a round; None: the run does not."""
-        if not self._settings.tail_batching.scale_down:
-            return None
-        cap = self._sampling.max_response_tokens
-        return ScaleDown(ScaleDownRules(), state.totals.trained_lengths, cap)
 
     async def _finish(self, state: RunState, outcome: StepOutcome) -> StepResult:
         tokens = outcome.next_state.totals.trained_tokens - state.totals.trained_tokens
@@ -378,15 +284,3 @@ class RunDriver:
 
     def _report(self, phase: str, record: StepRecord) -> None:
         self._context.on_progress(RoundProgress.of_record(record, phase))
-
-
-def sampling_parameters(settings: RunSettings, data: RunData) -> SamplingParameters:
-    """How training rounds sample; stop tokens default to the model's."""
-    sampling = settings.sampling
-    return SamplingParameters(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_response_tokens=sampling.max_response_tokens,
-        stop_token_ids=sampling.stop_token_ids or data.tokenizer.eos_token_ids,
-    )

@@ -38,6 +38,7 @@ from services.coordinator.changes import (
 from services.coordinator.control import RunControl
 from services.coordinator.run_values import invalid_settings
 from services.coordinator.runs import OPEN, ActiveRun, Runs
+from services.coordinator.validation import Measurement
 
 _MAX_ROWS = 1000
 
@@ -163,6 +164,18 @@ class RunOperations:
         if active.driver is None:
             raise UnavailableError("RUN_STARTING", f"run {run_id} still reads its data; try again")
         return await active.driver.save_checkpoint()
+
+    async def evaluate(self, run_id: str) -> Measurement:
+        """RunEvaluation."""
+        await self._runs.get(run_id)
+        active = self._runs.active(run_id)
+        if active is None or active.driver is None:
+            raise FailedPreconditionError(
+                "RUN_NOT_ACTIVE",
+                f"run {run_id} is not being driven; its measurements are in validation.jsonl, and"
+                " StartRun with the same settings goes on with one that was stopped",
+            )
+        return await active.driver.validator.request()
 
     # --- how ----------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ from rollpacker.data.errors import DataError
 from rollpacker.data.run_data import RunData, load_run_data
 from rollpacker.rpc.errors import InvalidArgumentError
 from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
+from rollpacker.store.records import RunState
 
 
 def parse(values: Mapping[str, Any]) -> RunSettings:
@@ -34,6 +37,15 @@ def load_data(settings: RunSettings) -> RunData:
         return load_run_data(settings)
     except DataError as error:
         raise InvalidArgumentError.field("settings.data", str(error)) from error
+
+
+async def new_state(run_id: str, settings: RunSettings) -> RunState:
+    """The first state of a run. Reads its data: what is wrong there is found now."""
+    data = await asyncio.to_thread(load_data, settings)
+    steps = planned_steps(settings, len(data.dataset))
+    resolved = settings.model_dump(mode="json")
+    digest = data.dataset.digest
+    return RunState(run_id, resolved, time.time(), planned_steps=steps, data_digest=digest)
 
 
 def planned_steps(settings: RunSettings, prompt_count: int) -> int:

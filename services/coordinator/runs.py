@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +45,8 @@ from services.coordinator.driver import RunDriver
 from services.coordinator.outputs import RunDirectoryError, RunOutputs
 from services.coordinator.progress import RoundProgress
 from services.coordinator.run_context import RunContext
-from services.coordinator.run_values import difference, load_data, parse, planned_steps
+from services.coordinator.run_values import difference, load_data, new_state, parse
 from services.coordinator.settings import CoordinatorSettings
-from services.coordinator.validation import Measurement
 from services.coordinator.workers import WorkerRegistry
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -179,7 +177,7 @@ class Runs:
         settings = parse(values)
         resolved = settings.model_dump(mode="json")
         if validate_only:
-            return await self._new_state(run_id, settings)
+            return await new_state(run_id, settings)
         self.fence()
         await self._scanned.wait()
         store = RunStore(self._redis, run_id)
@@ -206,23 +204,11 @@ class Runs:
             raise
 
     async def _enqueue(self, store: RunStore, settings: RunSettings) -> RunState:
-        await store.create(await self._new_state(store.run_id, settings))
+        await store.create(await new_state(store.run_id, settings))
         await self._queue.add(store.run_id)
         await store.set_status(self.fence(), "queued")
         self._wake.set()
         return await self.get(store.run_id)
-
-    async def evaluate(self, run_id: str) -> Measurement:
-        """RunEvaluation. Raises NotFoundError, FailedPreconditionError."""
-        await self.get(run_id)
-        active = self.active(run_id)
-        if active is None or active.driver is None:
-            raise FailedPreconditionError(
-                "RUN_NOT_ACTIVE",
-                f"run {run_id} is not being driven; its measurements are in validation.jsonl, and"
-                " StartRun with the same settings goes on with one that was stopped",
-            )
-        return await active.driver.validator.request()
 
     async def get(self, run_id: str) -> RunState:
         """The committed state of a run. Raises NotFoundError, FailedPreconditionError."""
@@ -298,16 +284,8 @@ class Runs:
 
     # --- driving ------------------------------------------------------------------------------
 
-    async def _new_state(self, run_id: str, settings: RunSettings) -> RunState:
-        """The first state of a run. Reads its data: what is wrong there is found now."""
-        data = await asyncio.to_thread(load_data, settings)
-        steps = planned_steps(settings, len(data.dataset))
-        resolved = settings.model_dump(mode="json")
-        digest = data.dataset.digest
-        return RunState(run_id, resolved, time.time(), planned_steps=steps, data_digest=digest)
-
     async def _create_and_begin(self, store: RunStore, settings: RunSettings) -> RunState:
-        await store.create(await self._new_state(store.run_id, settings))
+        await store.create(await new_state(store.run_id, settings))
         await store.set_status(self.fence(), "running")
         try:
             await self._begin(store.run_id)

@@ -141,7 +141,7 @@ class CoordinatorServicer(ControlServicer):
     async def RunEvaluation(
         self, request: pb.RunEvaluationRequest, context: _Context
     ) -> pb.RunEvaluationResponse:
-        measured = await self._runs.evaluate(request.run_id)
+        measured = await self._operations.evaluate(request.run_id)
         return pb.RunEvaluationResponse(
             weight_version=measured.weight_version,
             sets=[
