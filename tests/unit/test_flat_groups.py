@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from rollpacker.policy.events import (
     ResponseScored,
 )
 from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
+from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
 from rollpacker.types import Draw, DrawId, RoundKind
 from tests.unit.test_round import Engine, Outcome
 
@@ -73,16 +74,29 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+class World(NamedTuple):
+    """What every prompt of the data is answered."""
+
+    lengths: dict[DrawId, list[int]]
+    rewards: dict[DrawId, list[float]]
+
+
 class Shell(Engine):
     """The engine of the round's tests, with a data set and with rewards that are given."""
 
-    def __init__(self, case: Case, seed: int, restored: list[EmitGroup]) -> None:
-        draws = case.draws()
-        launched = draws[: case.launched]
-        lengths = {d.id: case.lengths[i] for i, d in enumerate(draws)}
-        super().__init__(Round(case.rules, case.plan, launched), lengths, random.Random(seed))
-        self.case, self.restored = case, {group.draw: group for group in restored}
-        self.left = draws[case.launched :]
+    def __init__(
+        self,
+        round_: Round,
+        launched: list[Draw],
+        left: list[Draw],
+        world: World,
+        seed: int,
+        restored: list[EmitGroup] | None = None,
+    ) -> None:
+        super().__init__(round_, world.lengths, random.Random(seed))
+        self.rewards = world.rewards
+        self.restored = {group.draw: group for group in restored or []}
+        self.left = left
         self.taken: list[Draw] = []
         ids = {draw.id for draw in launched}
         for draw in self.restored:  # in the order of the stream
@@ -112,12 +126,22 @@ class Shell(Engine):
 
     def _score(self) -> None:
         request: ScoreResponse = self.to_score.pop(self.rng.randrange(len(self.to_score)))
-        reward = self.case.rewards[int(request.draw.prompt_id[1:])][request.index]
+        reward = self.rewards[request.draw][request.index]
         self.tell(ResponseScored(self.now, request.draw, request.index, reward))
 
 
 def play(case: Case, seed: int, faults: int = 0, restored: list[EmitGroup] | None = None) -> Shell:
-    shell = Shell(case, seed, restored or [])
+    draws = case.draws()
+    launched, left = draws[: case.launched], draws[case.launched :]
+    world = World(
+        {draw.id: case.lengths[i] for i, draw in enumerate(draws)},
+        {draw.id: case.rewards[i] for i, draw in enumerate(draws)},
+    )
+    round_ = Round(case.rules, case.plan, launched)
+    return run(Shell(round_, launched, left, world, seed, restored), faults)
+
+
+def run(shell: Shell, faults: int = 0) -> Shell:
     shell.tell(ReplicaJoined(0.0, "a", 4))
     shell.tell(ReplicaJoined(0.0, "b", 6))
     shell.run(faults)
@@ -178,6 +202,54 @@ def test_every_launched_draw_is_trained_deferred_or_dropped_once_and_dropped_onl
     if case.plan.kind is RoundKind.LONG:
         assert not finish.deferred
     assert len(finish.winners) == case.plan.keep or not shell.left
+
+
+def trained_in_an_epoch(rules: TailBatchingRules, world: World, seed: int) -> list[list[DrawId]]:
+    """The winners of each step until nothing is left; every prompt is always answered the same."""
+    left = [Draw(*draw, (1, 2)) for draw in world.lengths]
+    queue: list[Draw] = []
+    steps: list[list[DrawId]] = []
+    while planned := plan(rules, Backlog(len(steps), tuple(queue), len(left))):
+        new, left = left[: planned.new_prompts], left[planned.new_prompts :]
+        launched = [*planned.queued, *new]
+        round_ = Round(rules, planned, launched)
+        shell = run(Shell(round_, launched, left, world, seed + len(steps)))
+        left = shell.left
+        finish = finish_of(shell.done)
+        taken = {draw.id for draw in planned.queued}
+        queue = [draw for draw in queue if draw.id not in taken]
+        queue += [item.draw for item in finish.deferred]
+        steps.append(list(finish.winners))
+    return steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answers=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 9), min_size=2, max_size=2),
+            st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2),
+        ),
+        max_size=40,
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_over_a_drained_epoch_exact_trains_every_group_that_is_not_flat_as_synchronous_does(
+    answers, seed
+) -> None:
+    """So their gradients sum to the same, divided by the same P0 and R0."""
+    ids = [DrawId(0, f"p{i}") for i in range(len(answers))]
+    world = World(
+        {draw: lengths for draw, (lengths, _) in zip(ids, answers, strict=True)},
+        {draw: rewards for draw, (_, rewards) in zip(ids, answers, strict=True)},
+    )
+    wanted = sorted(draw for draw in ids if len(set(world.rewards[draw])) == 2)
+    synchronous = TailBatchingRules(3, RESPONSES, streams=False, dynamic_sampling=True)
+    exact = TailBatchingRules(3, RESPONSES, (1.75, 2.0), dynamic_sampling=True)
+    for rules in (synchronous, exact):
+        steps = trained_in_an_epoch(rules, world, seed)
+        assert sorted(draw for step in steps for draw in step) == wanted
+        assert all(len(step) <= 3 for step in steps)
 
 
 def test_nothing_is_aborted_until_enough_groups_are_known_not_to_be_flat() -> None:
