@@ -119,7 +119,7 @@ TOOLS := .venv-deploy/bin
 
 .PHONY: check-deploy
 check-deploy: .venv-deploy/installed  ## Dockerfiles, compose files and chart, without an engine or a cluster
-	$(TOOLS)/hadolint services/*/Dockerfile
+	$(TOOLS)/hadolint services/*/Dockerfile*
 	$(TOOLS)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose*.yaml
 	$(TOOLS)/python deploy/check_queries.py
 	$(TOOLS)/python deploy/check_chart.py
@@ -128,7 +128,7 @@ check-deploy: .venv-deploy/installed  ## Dockerfiles, compose files and chart, w
 	  -f deploy/compose.yaml --profile observability --profile tools config --quiet
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
 	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml -f deploy/compose.gpu8.yaml \
-	  -f deploy/compose.apparmor.yaml config --quiet
+	  -f deploy/compose.sglang.yaml -f deploy/compose.apparmor.yaml config --quiet
 
 .PHONY: secrets
 secrets:  ## certificates, tokens and passwords for deploy/compose.yaml, in deploy/secrets

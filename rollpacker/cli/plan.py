@@ -86,8 +86,7 @@ def rows(
             f" {engine.whole_sequences(job)} responses of {job.sequence_tokens} tokens",
         ),
         ("", f"ROLLPACKER_ROLLOUT_KV_BUDGET_TOKENS={engine.kv_budget_tokens}"),
-        ("", 'ROLLPACKER_ROLLOUT_SGLANG_ARGUMENTS=["--tp-size",'
-             f' "{engine.tensor_parallel_size}"]'),
+        *_tensor_parallel_rows(engine.tensor_parallel_size),
         ("trainer", f"{trainer.gpus} processes on {trainer.gpus} GPUs, one copy of the model"),
         ("", f"trainer.micro_batch_tokens={trainer.micro_batch_tokens}"),
         ("", f"trainer.activation_checkpointing={str(trainer.activation_checkpointing).lower()}"),
@@ -100,6 +99,15 @@ def rows(
     if nodes > 1:
         table.append(("nodes", f"{nodes} of {machine.gpus_per_node} GPUs"))
     return table
+
+
+def _tensor_parallel_rows(size: int) -> list[tuple[str, str]]:
+    """An engine of several GPUs is SGLang, and the run asks for its size."""
+    if size == 1:
+        return []
+    names = ("tensor_parallel_size", "max_tensor_parallel_size")
+    settings = [("", f"tail_batching.{name}={size}") for name in names]
+    return [("", "ROLLPACKER_ROLLOUT_ENGINE=sglang"), *settings]
 
 
 def _gib(size: int) -> str:

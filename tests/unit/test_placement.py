@@ -277,6 +277,15 @@ def test_the_command_shows_the_arithmetic_and_the_settings(tmp_path: Path) -> No
     assert "5 replicas of TP 1" in said.stdout
 
 
+def test_the_command_names_the_settings_of_an_engine_on_several_gpus(tmp_path: Path) -> None:
+    said = plan(
+        tmp_path, "32b", "--gpus", "16", "--gpu-memory", "141", "--sequence-tokens", "32768"
+    )
+    assert said.exit_code == 0
+    assert "replicas of TP 2" in said.stdout
+    assert "tail_batching.max_tensor_parallel_size=2" in said.stdout
+
+
 def test_the_command_refuses_with_the_arithmetic(tmp_path: Path) -> None:
     said = plan(tmp_path, "7b", "--gpus", "1")
     assert said.exit_code == 1
