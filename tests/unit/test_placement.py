@@ -278,9 +278,8 @@ def test_the_command_shows_the_arithmetic_and_the_settings(tmp_path: Path) -> No
 
 
 def test_the_command_names_the_settings_of_an_engine_on_several_gpus(tmp_path: Path) -> None:
-    said = plan(
-        tmp_path, "32b", "--gpus", "16", "--gpu-memory", "141", "--sequence-tokens", "32768"
-    )
+    options = ("--gpus", "16", "--gpu-memory", "141", "--sequence-tokens", "32768")
+    said = plan(tmp_path, "32b", *options, "--responses", "16")
     assert said.exit_code == 0
     assert "replicas of TP 2" in said.stdout
     assert "tail_batching.max_tensor_parallel_size=2" in said.stdout
