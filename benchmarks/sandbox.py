@@ -190,8 +190,11 @@ async def some_mixed(pool: WorkerPool, count: int) -> Counter[str]:
 
 
 async def left_over(pool: WorkerPool) -> dict[str, int]:
-    """Processes below this one, descriptors and memory of workers, descriptors of this process."""
-    await asyncio.gather(*(pool.grade(task(SOURCE)) for _ in range(2 * pool.slot_count)))
+    """Processes below this one, descriptors and memory of workers, descriptors of this process.
+
+    A worker frees the largest outputs some programs later: so many small ones come first.
+    """
+    await asyncio.gather(*(pool.grade(task(SOURCE)) for _ in range(40 * pool.slot_count)))
     await asyncio.sleep(2)  # the sandboxes of the next responses start
     workers = pool.worker_pids
     return {
