@@ -75,7 +75,7 @@ def read_manifest(source: Path) -> Manifest:
             members = {member.name: member for member in tar.getmembers()}
             values = json.loads(_member(tar, _MANIFEST).read())
         files = {name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
-        manifest = Manifest(**{**values, "files": files})
+        manifest = Manifest(**{**values, "run_id": str(values["run_id"]), "files": files})
     except (tarfile.TarError, KeyError, TypeError, ValueError) as error:
         raise BackupError(f"{source} is no backup, or was cut off: {error}") from error
     if (manifest.format, manifest.layout_version) != (FORMAT, LAYOUT_VERSION):
@@ -150,9 +150,9 @@ def _blocks(file: _HashingFile) -> Iterator[bytes]:
 
 
 def _has_a_place(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    is_below = len(parts) > 1 and parts[0] in (CHECKPOINT, RUN) and ".." not in parts
-    return name in (_MANIFEST, DUMP) or is_below
+    path = PurePosixPath(name)
+    parts, plain = path.parts, path.as_posix() == name and ".." not in path.parts
+    return name in (_MANIFEST, DUMP) or (plain and len(parts) > 1 and parts[0] in (CHECKPOINT, RUN))
 
 
 def below(part: str, directory: Path, top: Path) -> list[tuple[str, Path]]:

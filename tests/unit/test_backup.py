@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import tarfile
@@ -224,6 +225,25 @@ async def test_a_file_that_is_no_whole_backup_of_this_version_changes_nothing(
     assert sorted(path.name for path in tmp_path.glob("*/*")) == sorted(
         [RUN, RUN, *(p.name for p in (tmp_path / "redis").iterdir())]
     )
+
+
+@pytest.mark.parametrize("name", ["run//tmp/evil", "run/../evil", "/tmp/evil", "run", "other/x"])
+async def test_a_member_outside_its_place_is_refused_though_the_manifest_names_it(
+    redis_client: Redis, places: Places, tmp_path: Path, name: str
+) -> None:
+    def smuggled(member: str, data: bytes) -> Any:
+        if member == "manifest.json":
+            values = json.loads(data)
+            digest = hashlib.sha256(b"x").hexdigest()
+            data = json.dumps({**values, "files": {**values["files"], name: (1, digest)}}).encode()
+            yield name, b"x"
+        yield member, data
+
+    await stopped_run(redis_client)
+    await back_up(redis_client, places, RUN, tmp_path / "a.tar")
+    bad = rewritten(tmp_path / "a.tar", tmp_path / "bad.tar", smuggled)
+    with pytest.raises(BackupError, match="no plain file of a backup"):
+        await restore(redis_client, places, bad, replace=True)
 
 
 async def test_links_in_a_backup_are_refused(
