@@ -8,7 +8,7 @@
 |                                    |        | pause_at, failure, state (JSON); scripts only      |
 | rollpacker:{run}:changes           | list   | what UpdateRun and others asked for; only grows    |
 | rollpacker:{run}:added_prompts     | list   | rows of AddPrompts (JSON); only grows              |
-| rollpacker:{run}:added_prompt_ids  | set    | their prompt ids                                   |
+| rollpacker:{run}:added_prompt_ids  | hash   | their prompt ids, with nothing                     |
 | rollpacker:{run}:deferred:{level}  | list   | deferred draws, oldest first; changed by scripts   |
 | rollpacker:{run}:deferred_draw:    | list   | drafts of a deferred draw; may be lost or stale    |
 |   {epoch}:{prompt_id}              |        |                                                    |

@@ -86,7 +86,7 @@ ADD_PROMPTS = (
     + """
 local added = 0
 for i = 2, #ARGV, 2 do
-  if redis.call('SADD', KEYS[3], ARGV[i]) == 1 then
+  if redis.call('HSETNX', KEYS[3], ARGV[i], '') == 1 then
     redis.call('RPUSH', KEYS[2], ARGV[i + 1])
     added = added + 1
   end

@@ -157,7 +157,7 @@ def _updated(state: RunState, values: Mapping[str, Any]) -> RunState:
 
 def _requeued(state: RunState, draws: Sequence[DrawId], level: int) -> RunState:
     known = known_draws(state)
-    moved = [known[draw] for draw in draws if draw in known]
+    moved = [known[draw] for draw in dict.fromkeys(draws) if draw in known]
     moved = [replace(item, draw=replace(item.draw, level=level)) for item in moved]
     rest = [item for item in state.deferred if item.draw.id not in draws]
     dropped = tuple(item for item in state.dropped if item.item.draw.id not in draws)

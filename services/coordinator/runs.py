@@ -179,7 +179,8 @@ class Runs:
         if validate_only:
             return await new_state(run_id, settings)
         self.fence()
-        await self._scanned.wait()
+        async with told_while_waiting("the data of the run that is open"):
+            await self._scanned.wait()
         store = RunStore(self._redis, run_id)
         state = await self._load(run_id)
         if state is not None and state.settings != resolved:
@@ -188,9 +189,9 @@ class Runs:
                 f"run {run_id} exists with other settings"
                 f" ({difference(state.settings, resolved)}); choose another run_id",
             )
-        if state is not None and (
-            state.status in ("succeeded", "queued") or self.is_active(run_id)
-        ):
+        if state is not None and (state.status == "succeeded" or self.is_active(run_id)):
+            return state
+        if state is not None and await self._queue.position(run_id):
             return state
         if self._active is not None and queue:
             return await self._enqueue(store, settings)

@@ -160,3 +160,46 @@ async def test_one_coordinator_at_a_time_and_every_one_has_a_higher_fence(
     assert other is not None
     assert other > again
     assert not await first.renew(again)
+
+
+async def test_the_logs_of_a_run_only_grow_and_only_by_the_newest_fence(
+    redis_client: Redis,
+) -> None:
+    store, state = await committed(redis_client)
+    await store.append_change(2, "first")
+    rows = {"a": '{"prompt_id": "a"}', "b": '{"prompt_id": "b"}'}
+    assert [await store.add_prompts(2, rows) for _ in range(2)] == [2, 0]
+    assert await store.log_lengths() == (1, 2)
+    assert await store.changes_from(0) == ["first"]
+    assert await store.added_prompts(1, 2) == [rows["b"]]
+    for refused in (
+        store.append_change(1, "late"),
+        store.add_prompts(1, {"c": "{}"}),
+        store.begin_step(1, state, changed=False),
+        store.set_status(1, "paused"),
+    ):
+        with pytest.raises(StaleFenceError):
+            await refused
+    assert await store.log_lengths() == (1, 2)
+
+
+async def test_what_a_step_contains_is_settled_at_the_commit_point_only(
+    redis_client: Redis,
+) -> None:
+    store, state = await committed(redis_client)
+    begun = dataclasses.replace(state, begun_step=state.step, change_count=1, deferred=QUEUE[:1])
+    await store.begin_step(1, begun, changed=False)
+    assert (await store.load() or STATE).deferred == QUEUE  # the queue was not to change
+    await store.begin_step(1, begun, changed=True)
+    assert await store.load() == begun
+    with pytest.raises(StepMismatchError):
+        await store.begin_step(1, dataclasses.replace(begun, step=7), changed=True)
+
+
+async def test_a_status_changes_only_from_those_that_are_named(redis_client: Redis) -> None:
+    store, _ = await committed(redis_client)
+    assert await store.set_status(1, "pausing", pause_at=0, only_from=("running",))
+    assert not await store.set_status(1, "stopping", only_from=("running",))
+    loaded = await store.load()
+    assert loaded is not None
+    assert (loaded.status, loaded.pause_at) == ("pausing", 0)

@@ -1,0 +1,131 @@
+"""What changes of a run do to its state: nothing is lost, a repeat has no further effect."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollpacker.settings import SettingsError, parse_run_settings
+from rollpacker.store.records import RunState, state_from_json, state_to_json
+from rollpacker.types import DeferredDraw, Draw, DrawId
+from services.coordinator.changes import (
+    Change,
+    DropDraws,
+    ForceLongRound,
+    RequeueDraws,
+    UpdateSettings,
+    change_from_json,
+    change_to_json,
+    checked_update,
+    settings_in_force,
+    settled,
+)
+
+SETTINGS = parse_run_settings(
+    {"model": "/m", "data": {"path": "/d"}, "tail_batching": {"deferral_levels": 3}}
+).model_dump(mode="json")
+
+
+def state_with(levels: list[int], **more: Any) -> RunState:
+    """A queue of one draw per level given, oldest first within a level."""
+    items = [
+        DeferredDraw(Draw(0, str(i), (i,), level, first_step=i), (1,), (False,))
+        for i, level in enumerate(levels)
+    ]
+    items.sort(key=lambda item: item.draw.level)
+    return RunState("r", SETTINGS, 1.0, deferred=tuple(items), **more)
+
+
+names = st.lists(st.builds(DrawId, st.just(0), st.sampled_from("0123456789")), max_size=4)
+updates = st.sampled_from(
+    [
+        {"trainer": {"learning_rate": 0.5}},
+        {"sampling": {"temperature": 0.5}},
+        {"tail_batching": {"deferral_levels": 1}},
+        {"tail_batching": {"deferral_levels": 0}, "max_steps": 9},
+    ]
+)
+change_strategy = st.one_of(
+    updates.map(UpdateSettings),
+    st.builds(ForceLongRound),
+    st.builds(RequeueDraws, names.map(tuple), st.integers(1, 3)),
+    st.builds(DropDraws, names.map(tuple), st.just("wrong")),
+)
+states = st.lists(st.integers(1, 3), max_size=8).map(state_with)
+
+
+def all_draws(state: RunState) -> list[str]:
+    dropped = [dropped.item for dropped in state.dropped]
+    return sorted(item.draw.prompt_id for item in [*state.deferred, *dropped])
+
+
+@given(states, st.lists(change_strategy, max_size=6))
+def test_every_draw_stays_in_the_queue_or_among_the_dropped_once(
+    state: RunState, changes: list[Change]
+) -> None:
+    after = settled(state, changes)
+    assert all_draws(after) == all_draws(state)
+    assert after.change_count == len(changes)
+    levels = [item.draw.level for item in after.deferred]
+    assert levels == sorted(levels)
+    assert all(1 <= level <= 3 for level in levels)
+    assert {i.draw.seeds for i in after.deferred} <= {i.draw.seeds for i in state.deferred}
+
+
+@given(states, change_strategy)
+def test_a_change_that_is_taken_twice_does_no_more(state: RunState, change: Change) -> None:
+    once = settled(state, [change])
+    twice = settled(state, [change, change])
+    assert dataclasses.replace(twice, change_count=1) == once
+
+
+@given(states, st.lists(change_strategy, max_size=3), st.lists(change_strategy, max_size=3))
+def test_what_is_settled_in_two_steps_is_what_is_settled_in_one(
+    state: RunState, first: list[Change], second: list[Change]
+) -> None:
+    in_two = settled(settled(state, first), second)
+    in_one = settled(state, [*first, *second])
+    assert settings_in_force(in_two) == settings_in_force(in_one)
+    assert all_draws(in_two) == all_draws(in_one)
+
+
+@given(states, st.lists(change_strategy, max_size=4))
+def test_changes_and_states_survive_the_log(state: RunState, changes: list[Change]) -> None:
+    assert [change_from_json(change_to_json(change)) for change in changes] == changes
+    after = settled(state, changes)
+    assert state_from_json(state_to_json(after)) == after
+
+
+def test_what_a_deferred_draw_means_changes_when_the_queue_is_empty() -> None:
+    update = UpdateSettings({"sampling": {"temperature": 0.5}, "trainer": {"learning_rate": 0.5}})
+    waiting = settled(state_with([1, 2]), [update])
+    assert settings_in_force(waiting).sampling.temperature == 1.0
+    assert settings_in_force(waiting).trainer.learning_rate == 0.5
+    assert waiting.waiting_settings == {"sampling": {"temperature": 0.5}}
+    drained = settled(dataclasses.replace(waiting, deferred=()), [])
+    assert settings_in_force(drained).sampling.temperature == 0.5
+    assert drained.waiting_settings == {}
+
+
+def test_draws_above_a_lowered_level_join_it_by_age() -> None:
+    state = state_with([3, 1, 2, 1])
+    after = settled(state, [UpdateSettings({"tail_batching": {"deferral_levels": 1}})])
+    assert [(i.draw.prompt_id, i.draw.level) for i in after.deferred] == [
+        ("0", 1),
+        ("1", 1),
+        ("2", 1),
+        ("3", 1),
+    ]
+
+
+def test_an_update_is_checked_against_those_that_wait_before_it() -> None:
+    state = state_with([])
+    factors = UpdateSettings({"tail_batching": {"speculation_factors": [1.5, 1.5, 1.5]}})
+    with pytest.raises(SettingsError, match="deferral levels"):
+        checked_update(state, [factors], {"tail_batching": {"deferral_levels": 2}})
+    both = {"tail_batching": {"deferral_levels": 2, "speculation_factors": [1.5, 1.5]}}
+    assert checked_update(state, [factors], both) == UpdateSettings(both)
