@@ -148,10 +148,13 @@ def _updated(state: RunState, values: Mapping[str, Any]) -> RunState:
     if parse_run_settings(whole).tail_batching.resolved_levels == 0:
         waiting += [name for name in names if name in _LADDER]
     at_once = [name for name in names if name not in waiting]
+    still = [name for name in _names(state.waiting_settings) if name not in at_once]
     return replace(
         state,
         updated_settings=merge_settings(state.updated_settings, _picked(values, at_once)),
-        waiting_settings=merge_settings(state.waiting_settings, _picked(values, waiting)),
+        waiting_settings=merge_settings(
+            _picked(state.waiting_settings, still), _picked(values, waiting)
+        ),
     )
 
 

@@ -129,3 +129,11 @@ def test_an_update_is_checked_against_those_that_wait_before_it() -> None:
         checked_update(state, [factors], {"tail_batching": {"deferral_levels": 2}})
     both = {"tail_batching": {"deferral_levels": 2, "speculation_factors": [1.5, 1.5]}}
     assert checked_update(state, [factors], both) == UpdateSettings(both)
+
+
+def test_the_newest_value_holds_also_over_one_that_waits() -> None:
+    none, two = ({"tail_batching": {"deferral_levels": levels}} for levels in (0, 2))
+    state = settled(state_with([1, 1]), [UpdateSettings(none)])
+    assert state.waiting_settings == none
+    after = settled(state, [UpdateSettings(two)])
+    assert (after.updated_settings, after.waiting_settings) == (two, {})
