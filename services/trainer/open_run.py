@@ -105,7 +105,7 @@ class OpenRun:
         except ModelNotFoundError as error:
             raise NotFoundError("MODEL_NOT_FOUND", str(error)) from error
         run = cls(redis, leader, spec, roots, newest)
-        await run._publish(run.weight_version)
+        await run._publish(run.weight_version, with_base=True)
         await run._reconcile_results()
         _log.info("run %s is open at weight version %d", spec.run_id, run.weight_version)
         return run
@@ -213,8 +213,9 @@ class OpenRun:
         await self._checkpoints.begin(record)
         await self._checkpoints.complete()
 
-    async def _publish(self, version: int) -> None:
-        whole = await self._leader.gather_weights(with_base=not self._publisher.has_base())
+    async def _publish(self, version: int, *, with_base: bool = False) -> None:
+        """`with_base`: where an adapter is published, anew the weights that it belongs to."""
+        whole = await self._leader.gather_weights(with_base)
         await self._leader.in_thread(
             lambda: self._publisher.publish(version, whole.tensors, whole.config, whole.adapter)
         )

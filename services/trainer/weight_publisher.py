@@ -30,7 +30,6 @@ from torch import Tensor
 from rollpacker.refit.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
-    has_adapter,
     merged,
     read_scale,
 )
@@ -78,10 +77,6 @@ class WeightPublisher:
         """file:// URI of a version, published or not."""
         return self._path(weight_version).absolute().as_uri()
 
-    def has_base(self) -> bool:
-        """Whether a version with an adapter is there, whose base the next one can share."""
-        return self._base() is not None
-
     def publish(
         self,
         weight_version: int,
@@ -91,8 +86,8 @@ class WeightPublisher:
     ) -> str:
         """Write one version and return its URI. Deletes old ones, and all newer ones.
 
-        `tensors` are whole, on the CPU, tied ones once; none: the base that is there. `config` is
-        the transformers config. Repeat: replaces the version.
+        `tensors` are whole, on the CPU, tied ones once; none: those of the newest version, to which
+        the adapter belongs too. `config` is the transformers config. Repeat: replaces the version.
         """
         for remainder in self._directory.glob(".*-[0-9]*"):
             shutil.rmtree(remainder)
@@ -100,8 +95,8 @@ class WeightPublisher:
         aside.mkdir(parents=True)
         if tensors:
             save_file(tensors, aside / _MODEL, metadata={"format": "pt"})
-        elif (base := self._base()) is not None:
-            os.link(base, aside / _MODEL)
+        else:
+            os.link(self._base(), aside / _MODEL)
         if adapter is not None:
             save_file(adapter.tensors, aside / ADAPTER_TENSORS, metadata={"format": "pt"})
             text = json.dumps(adapter.config, indent=1)
@@ -122,9 +117,9 @@ class WeightPublisher:
         self._prune(final)
         return self.uri(weight_version)
 
-    def _base(self) -> Path | None:
-        paths = (path / _MODEL for path in self._directory.glob(f"{_PREFIX}[0-9]*"))
-        return next((path for path in paths if has_adapter(path.parent) and path.exists()), None)
+    def _base(self) -> Path:
+        """That of the newest version; a run publishes it when it is opened."""
+        return max(self._directory.glob(f"{_PREFIX}[0-9]*")) / _MODEL
 
     def _path(self, weight_version: int) -> Path:
         return self._directory / f"{_PREFIX}{weight_version:06d}"

@@ -47,7 +47,7 @@ class Trained:
         publisher = WeightPublisher(directory, self.model)
         uri = ""
         for version in versions:
-            whole = self.replica.execute(GatherWeights(with_base=not publisher.has_base()))
+            whole = self.replica.execute(GatherWeights(with_base=version == versions[0]))
             assert isinstance(whole, WholeWeights)
             uri = publisher.publish(version, whole.tensors, whole.config, whole.adapter)
         return Path(urlsplit(uri).path)
@@ -133,6 +133,18 @@ def test_the_base_is_written_once_and_outlives_the_version_that_brought_it(tmp_p
     files = [version / "model.safetensors" for version in sorted(weights.iterdir())]
     assert len({file.stat().st_ino for file in files}) == 1
     assert (path / "adapter_model.safetensors").stat().st_size < files[0].stat().st_size
+
+
+def test_a_run_that_is_opened_with_another_model_publishes_its_base(tmp_path):
+    first = make_trained(tmp_path / "first", "adapter")
+    first.publish(tmp_path / "weights", 0)
+    other = Trained(make_model(tmp_path / "other", seed=8), first.replica)
+    other.replica = open_replica(other.model, "adapter")
+    path = other.publish(tmp_path / "weights", 0, 1)
+    assert torch.equal(
+        load_file(path / "model.safetensors")["model.embed_tokens.weight"],
+        load_file(other.model / "model.safetensors")["model.embed_tokens.weight"],
+    )
 
 
 def test_a_checkpoint_holds_the_adapter_alone_and_resumes_to_the_last_bit(tmp_path):
