@@ -2,7 +2,9 @@
 
 Groups that were cut off when they were deferred give their weight to the longer ones (Kaplan-Meier,
 by redistribution to the right). The law is read at shares of the groups, in order of their longest
-response, and in bins of neighbouring groups, which the planner moves between levels.
+response, and in bins of neighbouring groups, which the planner moves between levels. The longest
+complete group stands for `stand_in` groups, itself and those that were cut off. Where these are
+many, the tail is a guess.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class GroupLaw:
     """The measured law of groups, in order of their longest response; immutable."""
 
     def __init__(self, groups: Sequence[ObservedGroup], cap: int) -> None:
-        kept = _redistributed(groups)
+        kept, self.stand_in = _redistributed(groups)
         total = sum(weight for _, weight in kept)
         self.keys = [float(group.longest) for group, _ in kept]
         self.upto = [0.0]  # share of the groups before the i-th
@@ -95,10 +97,13 @@ class GroupLaw:
         return total / max(1e-12, 1.0 - share)
 
 
-def _redistributed(groups: Sequence[ObservedGroup]) -> list[tuple[ObservedGroup, float]]:
+def _redistributed(
+    groups: Sequence[ObservedGroup],
+) -> tuple[list[tuple[ObservedGroup, float]], float]:
     """Complete groups by key; those that were cut off give their weight to the longer ones.
 
-    Behind the longest complete group there is none to give it to: it goes to that one.
+    Behind the longest complete group there is none to give it to: it goes to that one. For how many
+    groups that one stands is returned too.
     """
     ordered = sorted(groups, key=lambda group: (group.longest, not group.complete))
     rest = sum(group.weight for group in ordered)
@@ -111,8 +116,9 @@ def _redistributed(groups: Sequence[ObservedGroup]) -> list[tuple[ObservedGroup,
         rest -= group.weight
     missing = sum(group.weight for group in groups) - sum(weight for _, weight in kept)
     longest, weight = kept[-1]
-    kept[-1] = (longest, weight + max(0.0, missing))
-    return kept
+    weight += max(0.0, missing)
+    kept[-1] = (longest, weight)
+    return kept, weight / longest.weight
 
 
 def _behind(values: list[float], weights: list[float]) -> list[float]:

@@ -51,6 +51,7 @@ class PlannerRules:
     min_gain: float = 0.05  # of the trained tokens per second, for a change
     max_levels: int = 3
     min_groups: int = 64  # seen before anything is planned
+    max_stand_in: float = 4.0  # groups for which the longest complete one may stand
     coupling: Callable[[float], float] = _always  # of a response to itself, `age` updates later
     acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
 
@@ -109,6 +110,12 @@ def choose_ladder(
     if sum(group.complete for group in groups) < rules.min_groups:
         return LadderChoice(present, f"keeps {_name(present)}: {len(groups)} groups seen so far")
     law = GroupLaw(groups, rules.max_response_tokens)
+    if law.stand_in > rules.max_stand_in:
+        return LadderChoice(
+            present,
+            f"keeps {_name(present)}: the longest group that was seen whole stands for"
+            f" {law.stand_in:.0f}, so the tail is a guess",
+        )
     forecasts = {
         factors: forecast(rules, engine, law, factors) for factors in _candidates(rules, present)
     }

@@ -43,7 +43,7 @@ from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, Work
 DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
 FULL_CAPS = (8192, 16384, 32768, 65536, 131072)
 FULL_RHOS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.9)
-AUTO_START = (1.5,)
+AUTO_START = (2.0, 2.0, 2.0)  # the best single setting of `regret`
 
 
 @dataclass(frozen=True, slots=True)

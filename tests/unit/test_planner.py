@@ -30,6 +30,18 @@ def test_it_keeps_the_ladder_until_enough_groups_are_complete() -> None:
     assert "63 groups seen" in choice.reason
 
 
+def test_it_keeps_the_ladder_while_nobody_has_seen_a_long_group_to_its_end() -> None:
+    """Else the tail looks as short as the longest winner of a race, and deferring looks useless."""
+    whole = [group for group in groups(400, 0.05) if group.longest < 8192]
+    cut = [ObservedGroup((500,) * 4, complete=False)] * (400 - len(whole))
+    choice = choose_ladder(RULES, ENGINE, [*whole, *cut], (2.0,))
+    assert choice.factors == (2.0,)
+    assert "the tail is a guess" in choice.reason
+    seen = [ObservedGroup((8192,) * 4, complete=True)] * (len(cut) // 2)
+    choice = choose_ladder(RULES, ENGINE, [*whole, *cut[len(seen) :], *seen], (2.0,))
+    assert "guess" not in choice.reason
+
+
 def test_it_defers_where_there_is_a_tail_and_does_not_where_there_is_none() -> None:
     assert choose_ladder(RULES, ENGINE, groups(400, 0.03), ()).factors
     equal = [ObservedGroup((300,) * 4, complete=True) for _ in range(100)]
