@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
 from rollpacker.policy.commands import Command
-from rollpacker.policy.events import Event, GroupRestored, ReplicaJoined
+from rollpacker.policy.events import DrawsAdded, Event, GroupRestored, ReplicaJoined
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.round_log import (
@@ -85,6 +85,15 @@ def test_a_restored_group_comes_back() -> None:
     log = RoundLog(ARGUMENTS)
     log.handled(event, ARGUMENTS.make().handle(event))
     assert read_round(log.lines).handled[0].event == event
+
+
+def test_draws_that_were_added_come_back() -> None:
+    draw = Draw(0, "new", (7, 8), first_step=3)
+    event = DrawsAdded(1.5, 2, (draw,), (GroupRestored(1.5, draw.id, (3, 4)),))
+    log = RoundLog(ARGUMENTS)
+    log.handled(event, ARGUMENTS.make().handle(event))
+    assert read_round(log.lines).handled[0].event == event
+    assert replayed(read_round(log.lines)) == []
 
 
 def test_a_command_that_differs_is_found() -> None:
