@@ -67,7 +67,7 @@ async def test_a_run_restored_on_another_machine_trains_what_the_undisturbed_one
     assert run.step == len(undisturbed.schedule)
     assert trace.schedule == undisturbed.schedule
     assert trace.responses == undisturbed.responses
-    assert trace.updates == undisturbed.updates
+    assert trace.metrics == undisturbed.metrics
     last = max(undisturbed.weights)
     assert last in trace.weights
     assert trace.weights.items() <= undisturbed.weights.items()
