@@ -13,8 +13,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType
 from typing import Any, get_args
 
 from rollpacker.algorithms import Estimator
@@ -58,12 +60,12 @@ class RoundLog:
     """Writes the log of one round, line by line, into memory."""
 
     def __init__(self, arguments: RoundArguments) -> None:
-        self.lines = [_line({"round": _arguments_to_json(arguments)})]
+        self.lines = [_encode({"round": _arguments_to_json(arguments)})]
 
     def handled(self, event: Event, commands: Sequence[Command]) -> None:
         """The round was told this, and asked for that."""
         given = [to_json(command) for command in commands]
-        self.lines.append(_line({"event": to_json(event), "commands": given}))
+        self.lines.append(_encode({"event": to_json(event), "commands": given}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def replayed(logged: LoggedRound) -> list[str]:
     round_ = logged.arguments.make()
     differences = []
     for number, handled in enumerate(logged.handled, start=1):
-        ours = [json.loads(_line(to_json(command))) for command in round_.handle(handled.event)]
+        ours = [json.loads(_encode(to_json(command))) for command in round_.handle(handled.event)]
         if ours != handled.commands:
             name = type(handled.event).__name__
             differences.append(f"event {number} ({name}): {ours}, logged {handled.commands}")
@@ -123,24 +125,30 @@ def event_from_json(values: Mapping[str, Any]) -> Event:
     return event
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_SCALARS = (int, float, str, NoneType)  # bool is an int
+
+
+@cache
+def _names(kind: Hashable) -> tuple[str, ...]:
+    """The fields of a dataclass."""
+    return tuple(f.name for f in dataclasses.fields(kind))  # type: ignore[arg-type]
+
+
 def _fields(item: Any) -> dict[str, Any]:
-    return {f.name: _plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
+    return {name: _plain(getattr(item, name)) for name in _names(type(item))}
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return _fields(value)
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, frozenset):
         return sorted(_plain(item) for item in value)
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _line(values: Any) -> str:
-    return json.dumps(values, separators=(",", ":"))
+    return _fields(value)
 
 
 def _tuple(value: Any) -> Any:
