@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from rollpacker.algorithms import Estimator
 from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
@@ -132,7 +132,7 @@ _SCALARS = (int, float, str, NoneType)  # bool is an int
 @cache
 def _names(kind: Hashable) -> tuple[str, ...]:
     """The fields of a dataclass."""
-    return tuple(f.name for f in dataclasses.fields(kind))  # type: ignore[arg-type]
+    return tuple(f.name for f in dataclasses.fields(cast(Any, kind)))
 
 
 def _fields(item: Any) -> dict[str, Any]:
