@@ -13,11 +13,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from types import NoneType
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from rollpacker.algorithms import Estimator
 from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
@@ -129,14 +128,14 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _SCALARS = (int, float, str, NoneType)  # bool is an int
 
 
-@cache
-def _names(kind: Hashable) -> tuple[str, ...]:
-    """The fields of a dataclass."""
-    return tuple(f.name for f in dataclasses.fields(cast(Any, kind)))
+_field_names: dict[type, tuple[str, ...]] = {}  # by dataclass, filled as they come
 
 
 def _fields(item: Any) -> dict[str, Any]:
-    return {name: _plain(getattr(item, name)) for name in _names(type(item))}
+    kind = type(item)
+    if kind not in _field_names:
+        _field_names[kind] = tuple(f.name for f in dataclasses.fields(item))
+    return {name: _plain(getattr(item, name)) for name in _field_names[kind]}
 
 
 def _plain(value: Any) -> Any:
