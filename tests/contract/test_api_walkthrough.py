@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.coordinator_cluster import Cluster, cluster, coordinator
+from rollpacker.rpc.errors import NotFoundError
+from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
 from tests.tiny_run import run_settings
 
 __all__ = ["cluster"]  # a fixture
@@ -39,11 +40,20 @@ def walkthrough() -> str:
     return found[1]
 
 
+async def pauses(c: Coordinator) -> bool:
+    """Whether the wish to pause is there."""
+    try:
+        return (await c.get("demo")).pause_at_step > 0
+    except NotFoundError:
+        return False
+
+
 @pytest.mark.parametrize("tool", ["grpcurl", "buf"])
 async def test_the_walkthrough_drives_a_whole_run(cluster: Cluster, tool: str) -> None:
     if tool == "grpcurl" and not shutil.which("grpcurl"):
         pytest.skip("grpcurl is not on PATH; the same commands run with buf curl")
     script = ("" if tool == "grpcurl" else BUF_AS_GRPCURL) + walkthrough()
+    gate = cluster.reward.hold()
     async with coordinator(cluster) as c:
         process = await asyncio.create_subprocess_exec(
             "bash",
@@ -61,7 +71,11 @@ async def test_the_walkthrough_drives_a_whole_run(cluster: Cluster, tool: str) -
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        out, err = await process.communicate()
+        ending = asyncio.create_task(process.communicate())
+        while not ending.done() and not await pauses(c):  # fakes are faster than any tool
+            await asyncio.sleep(0.02)
+        gate.set()
+        out, err = await ending
         run = await c.get("demo")
     assert process.returncode == 0, err.decode()
     text = out.decode()

@@ -49,10 +49,12 @@ async def until(c: Coordinator, state: int, run_id: str = "r") -> pb.Run:
     return run
 
 
-async def paused_at(c: Coordinator, values: dict[str, Any], step: int) -> pb.Run:
+async def paused_at(cluster: Cluster, c: Coordinator, values: dict[str, Any], step: int) -> pb.Run:
     """Start run r and let it pause when so many steps are committed."""
+    gate = cluster.reward.hold()  # no step is committed before the wish is there
     await c.start(values)
     await ask(c, "ResumeRun", until_step=step)
+    gate.set()
     return await until(c, PAUSED)
 
 
@@ -87,7 +89,7 @@ async def test_a_run_goes_step_by_step_and_trains_what_it_would_without(cluster:
     values = run_settings(cluster.directory, prompts=40)
     expected = await whole(cluster, values)
     async with coordinator(cluster) as c:
-        run = await paused_at(c, values, 1)
+        run = await paused_at(cluster, c, values, 1)
         assert (run.step, run.pause_at_step) == (1, 0)
         again = (await ask(c, "ResumeRun", until_step=1)).run
         assert (again.state, again.step) == (PAUSED, 1)
@@ -123,7 +125,7 @@ async def test_a_paused_run_stays_paused_over_a_crash_and_goes_on_when_told(
     values = run_settings(cluster.directory, prompts=40)
     expected = await whole(cluster, values)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 2)
+        await paused_at(cluster, c, values, 2)
     async with coordinator(cluster) as c:
         assert (await c.start(values)).state == PAUSED
         with pytest.raises(FailedPreconditionError, match="active"):
@@ -139,7 +141,7 @@ async def test_a_paused_run_stays_paused_over_a_crash_and_goes_on_when_told(
 
 async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await paused_at(c, run_settings(cluster.directory), 1)
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
     async with coordinator(cluster, register=False) as c:
         await until(c, PAUSED)
         await c.stop(pb.STOP_MODE_AFTER_STEP)
@@ -164,7 +166,7 @@ async def test_what_is_asked_of_a_run_that_is_not_active_is_refused(cluster: Clu
 
 async def test_a_coordinator_that_was_replaced_changes_nothing(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await paused_at(c, run_settings(cluster.directory), 1)
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
         await cluster.redis.hset(keys.state("r"), "fence", 10_000)
         before = await cluster.redis.hgetall(keys.state("r"))
         for method, fields in (
@@ -192,7 +194,7 @@ async def test_a_learning_rate_holds_from_the_next_round_on_and_over_a_crash(
 ) -> None:
     values = run_settings(cluster.directory, prompts=24)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 2)
+        await paused_at(cluster, c, values, 2)
         run = await update(c, trainer={"learning_rate": 0.25})
         assert run.pending_change_count == 1
         assert (await c.start(values)).run_id == "r"  # with its own settings it is the same run
@@ -212,7 +214,7 @@ async def test_a_change_in_the_middle_of_a_round_leaves_that_round_alone(
 ) -> None:
     values = run_settings(cluster.directory, prompts=24)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 1)
+        await paused_at(cluster, c, values, 1)
         gate = cluster.reward.hold()
         await ask(c, "ResumeRun")
         async with asyncio.timeout(60):
@@ -282,7 +284,7 @@ async def test_draws_above_a_lowered_level_move_down_to_it(cluster: Cluster) -> 
 
 async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await paused_at(c, run_settings(cluster.directory), 1)
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
         for settings, named, fix in (
             ({"seed": 8}, "seed", "may not be changed"),
             ({"trainer": {"clip_low": 0.1}}, "trainer.clip_low", "trainer.learning_rate"),
@@ -301,7 +303,7 @@ async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluste
 async def test_more_steps_may_be_asked_for_than_the_run_was_started_with(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=24, max_steps=3)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 2)
+        await paused_at(cluster, c, values, 2)
         await update(c, max_steps=5)
         await ask(c, "ResumeRun")
         run = await c.until_ended()
@@ -359,7 +361,7 @@ async def test_draws_are_dropped_requeued_and_reported(cluster: Cluster) -> None
 async def test_a_long_round_is_forced_once(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=80)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 1)
+        await paused_at(cluster, c, values, 1)
         queue = [d.prompt_id for d in (await ask(c, "ListDeferredDraws")).draws]
         assert queue
         for _ in range(2):
@@ -382,7 +384,7 @@ async def test_a_long_round_is_forced_once(cluster: Cluster) -> None:
 async def test_added_prompts_are_drawn_next_once_each_and_over_a_crash(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=24)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 1)
+        await paused_at(cluster, c, values, 1)
         names = [f"new-{i}" for i in range(7)]
         answer = await ask(c, "AddPrompts", rows=rows(*names[:5]))
         assert (answer.added_count, answer.known_count) == (5, 0)
@@ -405,7 +407,7 @@ async def test_added_prompts_are_drawn_next_once_each_and_over_a_crash(cluster: 
 
 async def test_all_rows_of_a_call_are_added_or_none(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await paused_at(c, run_settings(cluster.directory), 1)
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
         nameless = Struct()
         nameless.update({"prompt": "1+1=", "answer": "2"})
         for wrong, field in (
@@ -423,7 +425,7 @@ async def test_all_rows_of_a_call_are_added_or_none(cluster: Cluster) -> None:
 
 async def test_a_checkpoint_is_saved_on_request(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await paused_at(c, run_settings(cluster.directory), 2)
+        await paused_at(cluster, c, run_settings(cluster.directory), 2)
         cluster.trainer.restart()
         assert (await ask(c, "SaveCheckpoint")).weight_version == 2
     assert cluster.trainer.saved == [2]
@@ -437,7 +439,7 @@ async def test_runs_of_the_queue_start_in_order_each_after_the_end_of_the_one_be
 ) -> None:
     values = run_settings(cluster.directory)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 1)
+        await paused_at(cluster, c, values, 1)
         for place, name in enumerate(("second", "third", "fourth"), start=1):
             waiting = await c.start(values, run_id=name, queue=True)
             assert (waiting.state, waiting.queue_position) == (pb.Run.STATE_QUEUED, place)
@@ -470,7 +472,7 @@ async def test_a_queued_run_that_cannot_start_fails_and_the_next_one_starts(
 ) -> None:
     values = run_settings(cluster.directory)
     async with coordinator(cluster) as c:
-        await paused_at(c, values, 1)
+        await paused_at(cluster, c, values, 1)
         await c.start(values, run_id="bad", queue=True)
         await c.start(values, run_id="good", queue=True)
         (cluster.directory / "runs" / "bad").write_text("in the way")
