@@ -67,8 +67,8 @@ class Coordinator:
                 while (run := await self.get(run_id)).state not in ENDED:
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            for task in asyncio.all_tasks():  # where it hangs
-                print(task, [str(frame) for frame in task.get_stack(limit=3)])
+            for task in asyncio.all_tasks():
+                print(task.get_name(), where_it_waits(task.get_coro()))
             print(await self.get(run_id))
             raise
         if succeeded:
@@ -88,6 +88,19 @@ class Coordinator:
             )
             for step in await self.steps(run_id)
         ]
+
+
+def where_it_waits(coroutine: Any) -> str:
+    """The chain of awaits of a coroutine, as file:line."""
+    places = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
+        if frame is not None:
+            places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        else:
+            places.append(repr(coroutine)[:80])
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    return " > ".join(places)
 
 
 @pytest.fixture
