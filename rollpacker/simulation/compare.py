@@ -43,7 +43,8 @@ from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, Work
 DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
 FULL_CAPS = (8192, 16384, 32768, 65536, 131072)
 FULL_RHOS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.9)
-AUTO_START = (2.0, 2.0, 2.0)  # the best single setting of `regret`
+AUTO_START = (2.0, 2.0, 2.0)  # the best single setting of `regret`, where weights hardly move
+AUTO_START_DRIFTING = (1.5,)  # where deferred draws come out otherwise: draws stay young
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,15 @@ class Mode:
 def modes() -> tuple[Mode, ...]:
     """Every mode, the baseline first."""
     exact = {1: ladder(1.5), 2: ladder(1.75, 2.0), 3: ladder(2.0, 2.0, 2.0)}
-    start = ladder(*AUTO_START)
+    start, drifting = ladder(*AUTO_START), ladder(*AUTO_START_DRIFTING)
     return (
         Mode("synchronous", SYNCHRONOUS, FROZEN, "frozen", "none"),
         Mode("overlap", OVERLAP, FROZEN, "frozen", "none"),
         Mode("paper", PAPER, FRESH, "fresh", "none"),
         *(Mode("exact", rules, MEASURED, "measured", "none") for rules in exact.values()),
         Mode("exact", exact[2], MEASURED_CARRY_OVER, "measured", "measured"),
-        Mode("auto", start, MEASURED, "measured", "none", planned=True),
-        Mode("auto", start, MEASURED_CARRY_OVER, "measured", "measured", planned=True),
+        Mode("auto", drifting, MEASURED, "measured", "none", planned=True),
+        Mode("auto", drifting, MEASURED_CARRY_OVER, "measured", "measured", planned=True),
         Mode("auto", start, FROZEN, "frozen", "none", planned=True),
         Mode("auto", start, carried(0.5), "frozen", "0.5", planned=True),
         Mode("auto", start, carried(0.9), "frozen", "0.9", planned=True),
