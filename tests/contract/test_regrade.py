@@ -108,7 +108,7 @@ async def test_a_prompt_that_left_the_data_is_named(cluster: Cluster) -> None:  
 
 async def test_prompts_that_were_added_to_the_run_are_known(cluster: Cluster) -> None:  # noqa: F811
     async with coordinator(cluster) as c:
-        await paused_at(c, run_settings(cluster.directory), 1)
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
         await ask(c, "AddPrompts", rows=rows_to_add("new-0", "new-1"))
         await ask(c, "ResumeRun")
         await c.until_ended()
