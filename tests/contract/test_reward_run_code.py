@@ -115,6 +115,7 @@ async def test_what_the_sandbox_forbids_is_forbidden_here() -> None:
         ({"code": "1", "language": "python", "stdin": 1}, "stdin: 1 is no text"),
         ({"code": "1", "language": "python", "run_timeout": "5"}, "run_timeout: '5' is no number"),
         ({"code": "1", "language": "python", "run_timeout": -1}, "run_timeout: -1.0"),
+        ({"code": "1", "language": "python", "run_timeout": 10**400}, "is no finite number"),
         (b"{", "not JSON"),
     ],
 )
