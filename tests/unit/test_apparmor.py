@@ -1,6 +1,6 @@
 """The AppArmor profile of reward: is it whole, does it hold what the sandbox needs, is it used?
 
-A parser of AppArmor 4 has not read it here: `apparmor_parser -QKT deploy/apparmor/rollpacker-reward`.
+No parser of AppArmor 4 has read it: `apparmor_parser -QKT deploy/apparmor/rollpacker-reward`.
 """
 
 from __future__ import annotations
