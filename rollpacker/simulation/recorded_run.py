@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.events import ProgressReported, ReplicaJoined, ResponseFinished
 from rollpacker.round_log import LoggedRound, RoundLogError, read_round, replayed
 from rollpacker.simulation.engine_model import ReplicaModel
@@ -54,6 +55,7 @@ class RecordedRound:
     progress: dict[DrawId, int] = field(default_factory=dict)  # longest response seen
     capacities: dict[str, int] = field(default_factory=dict)  # responses at a time, by replica
     rollout_seconds: float = 0.0
+    winners: tuple[DrawId, ...] = ()  # in order
 
 
 def recorded_rounds(directory: Path) -> list[RecordedRound]:
@@ -100,6 +102,7 @@ def _follow(
             found.spans.append(Span(*running.pop(key), at, None))
     elif kind == "FinishRound":
         found.rollout_seconds = command["rollout_seconds"]
+        found.winners = tuple(DrawId(*draw) for draw in command["winners"])
 
 
 def measured_speed(rounds: Sequence[RecordedRound]) -> EngineSpeed:
@@ -153,10 +156,10 @@ class NoTrainer:
         """GPUs are released."""
 
 
-def predicted_seconds(
+def simulated(
     round_: RecordedRound, later: dict[tuple[DrawId, int], int], speed: EngineSpeed
-) -> float:
-    """Rollout seconds of a round at this speed; `later`: where cut off responses ended."""
+) -> FinishRound:
+    """The end of the same round at this speed; `later`: where cut off responses ended."""
     arguments = round_.logged.arguments
     launchables = {
         draw.id: _launchable(round_, later, draw.id, arguments.plan.response_count)
@@ -176,7 +179,7 @@ def predicted_seconds(
         max(round_.capacities.values()),
     ).run()
     assert trace.finish is not None
-    return trace.finish.rollout_seconds
+    return trace.finish
 
 
 def _launchable(
@@ -222,7 +225,8 @@ def _prediction_rows(
     rows: list[dict[str, Any]] = []
     for round_ in rounds:
         plan, measured = round_.logged.arguments.plan, round_.rollout_seconds
-        predicted = predicted_seconds(round_, later, speed)
+        finish = simulated(round_, later, speed)
+        predicted = finish.rollout_seconds
         rows.append(
             {
                 "figure": "rollout_seconds",
@@ -232,6 +236,7 @@ def _prediction_rows(
                 "measured": round(measured, 3),
                 "predicted": round(predicted, 3),
                 "relative_error": round(predicted / measured - 1.0, 3),
+                "same_winners": finish.winners == round_.winners,
             }
         )
     yield from rows
@@ -240,6 +245,7 @@ def _prediction_rows(
         yield {
             "figure": "prediction",
             "rounds": len(rows),
+            "same_winners": sum(row["same_winners"] for row in rows),
             "median_absolute_error": median(abs(row["relative_error"]) for row in rows),
             "error_of_the_sum": round(predicted / measured - 1.0, 3),
         }
