@@ -1,7 +1,8 @@
 """Who coordinates: one holder at a time, each with a higher fencing number than the last.
 
 The holder writes "{coordinator_id}#{fence}" with a time to live and renews it. A coordinator that
-comes back under its own id takes its lease over at once; another one waits until it expires. The
+comes back under its own id takes its lease over at once; another one waits until it expires. A
+holder that was late takes it again, if nobody else has had it: the counter still has its fence. The
 fence goes with every call and commit, so a holder that was paused past its lease changes nothing.
 """
 
@@ -19,8 +20,11 @@ redis.call('SET', KEYS[1], ARGV[1] .. '#' .. fence, 'PX', ARGV[2])
 return fence
 """
 _RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+if not holder and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+return 1
 """
 _RELEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
@@ -44,8 +48,9 @@ class CoordinatorLease:
 
     async def renew(self, fence: int) -> bool:
         """Hold on for another term; False when another coordinator has taken over."""
+        names = (keys.COORDINATOR_LEASE, keys.COORDINATOR_FENCE)
         holder = f"{self._id}#{fence}"
-        return bool(await self._eval(_RENEW, (keys.COORDINATOR_LEASE,), holder, self._milliseconds))
+        return bool(await self._eval(_RENEW, names, holder, fence, self._milliseconds))
 
     async def release(self, fence: int) -> None:
         """Let the next coordinator start at once."""

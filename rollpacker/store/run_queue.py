@@ -1,7 +1,8 @@
 """The runs that wait for their turn, in the order in which they asked.
 
-The status "queued" of a run is the truth; this is its place only. An entry that is left over from
-a crash does no harm: a run that is not queued is not started.
+The status "queued" of a run is the truth; this is its place only, which it gets after the status.
+An entry that is left over from a crash does no harm: a run that is not queued is not started. One
+that is queued and has no place gets one, at the end, when a coordinator starts.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RunStore:
     ) -> bool:
         """Change where the run is in its life; False where it is in none of the states `only_from`.
 
-        Raises StaleFenceError.
+        Repeat (a reply that was lost): True, no effect. Raises StaleFenceError.
         """
         pause = "" if pause_at is None else pause_at
         allowed = f" {' '.join(only_from)} " if only_from else ""

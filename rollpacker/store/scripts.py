@@ -60,12 +60,15 @@ for i = first + 1, #KEYS do redis.call('DEL', KEYS[i]) end
 return 1
 """
 )
-# ARGV[7]: the states from which it may change, as " a b "; empty: from any.
+# ARGV[7]: the states from which it may change, as " a b "; empty: from any. A status that is there
+# already is no refusal: this may be the repeat of a call whose reply was lost.
 SET_STATUS = (
     _CHECK_FENCE
     + """
 local now = redis.call('HGET', KEYS[1], 'status')
-if ARGV[7] ~= '' and not string.find(ARGV[7], ' ' .. now .. ' ', 1, true) then return 0 end
+if ARGV[7] ~= '' and not string.find(ARGV[7], ' ' .. now .. ' ', 1, true) then
+  return now == ARGV[2] and 1 or 0
+end
 redis.call('HSET', KEYS[1], 'status', ARGV[2], 'failure', ARGV[3], 'stop_mode', ARGV[4],
            'pause_at', ARGV[5])
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], '*', 'kind', 'run', 'value', ARGV[2])

@@ -5,6 +5,10 @@
        +--queue--> queued --+   +- restart: a coordinator that comes back goes on with the run that
                                    it finds open (running, pausing, paused or stopping)
 
+Should it find more than one open, it drives the oldest that is not paused, or else the oldest. Of
+the others one that runs is queued, one that is stopping has stopped, and a paused one stays paused:
+StartRun goes on with it. So does a paused run whose files cannot be read at the restart.
+
 `Runs` owns the lease, the queue, the driver's task and the live progress; what people ask of a run
 that is under way is in `operations.py`. A run that is open is the active one, also while it is
 paused; when it has ended, the next of the queue starts. Losing the lease ends the process: another
@@ -14,9 +18,10 @@ coordinator is at work, and every later write of this one would be refused.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +56,8 @@ from services.coordinator.workers import WorkerRegistry
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 OPEN = ("running", "pausing", "paused", "stopping")
+_FAILS = ("running", "pausing", "stopping")  # where it cannot be driven; a paused one stays paused
+_MAY_WAIT = ("queued", "paused", "stopped", "failed")  # not driven, so it may wait for its turn
 _STANDBY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
@@ -113,7 +120,7 @@ class Runs:
             if not await self._lease.renew(fence):
                 raise LeaseLostError(
                     f"coordinator {self._settings.coordinator_id} has lost its lease:"
-                    " it ran out, or another one has taken over"
+                    " another one has taken over"
                 )
             await asyncio.sleep(self._settings.coordinator_lease_seconds / 3)
 
@@ -130,11 +137,9 @@ class Runs:
 
     async def _serve(self) -> None:
         """Go on with the run that is open; then, whenever none is, with the next of the queue."""
-        for run_id in await list_run_ids(self._redis):
-            state = await self._readable(run_id)
-            if state is not None and state.status in OPEN and self._active is None:
-                _log.info("going on with run %s at step %d", run_id, state.step)
-                await self._begin_or_fail(run_id)
+        oldest_first = reversed(await self.list())
+        for state in sorted(oldest_first, key=lambda state: state.status == "paused"):
+            await self._take_up(state)
         self._scanned.set()
         while True:
             self._wake.clear()
@@ -143,6 +148,22 @@ class Runs:
                 await self._wake.wait()
             else:
                 await self._start_queued(first)
+
+    async def _take_up(self, state: RunState) -> None:
+        """One run of those that a start finds; the first that is open is gone on with."""
+        run_id = state.run_id
+        if state.status in OPEN and self._active is None:
+            _log.info("going on with run %s at step %d", run_id, state.step)
+            await self._begin_or_fail(run_id)
+        elif state.status == "stopping":  # nobody drives it, so it has stopped
+            await self.store(run_id).set_status(self.fence(), "stopped")
+        elif state.status in ("running", "pausing", "queued"):
+            await self._queue_up(run_id, only_from=(state.status,))
+
+    async def _queue_up(self, run_id: str, *, only_from: Sequence[str]) -> None:
+        """The status comes first: an entry of the queue that is not queued is taken out."""
+        if await self.store(run_id).set_status(self.fence(), "queued", only_from=only_from):
+            await self._queue.add(run_id)
 
     async def _start_queued(self, run_id: str) -> None:
         if self._active is not None:
@@ -161,7 +182,8 @@ class Runs:
         try:
             await self._begin(run_id)
         except ServiceError as error:
-            await self._set_failed(run_id, str(error))
+            _log.error("run %s cannot be driven: %s", run_id, error)
+            await self._set_failed(run_id, str(error), only_from=_FAILS)
             self._active = None
 
     # --- what the RPCs ask for ----------------------------------------------------------------
@@ -205,9 +227,9 @@ class Runs:
             raise
 
     async def _enqueue(self, store: RunStore, settings: RunSettings) -> RunState:
-        await store.create(await new_state(store.run_id, settings))
-        await self._queue.add(store.run_id)
-        await store.set_status(self.fence(), "queued")
+        state = await new_state(store.run_id, settings)
+        await store.create(dataclasses.replace(state, status="queued"))
+        await self._queue_up(store.run_id, only_from=_MAY_WAIT)
         self._wake.set()
         return await self.get(store.run_id)
 
@@ -348,9 +370,10 @@ class Runs:
             control.end()
             self._wake.set()
 
-    async def _set_failed(self, run_id: str, reason: str) -> None:
+    async def _set_failed(self, run_id: str, reason: str, *, only_from: Sequence[str] = ()) -> None:
+        store, fence = RunStore(self._redis, run_id), self.fence()
         try:
-            await RunStore(self._redis, run_id).set_status(self.fence(), "failed", failure=reason)
+            await store.set_status(fence, "failed", failure=reason, only_from=only_from)
         except (RedisError, StaleFenceError) as error:
             _log.error("the failure of run %s cannot be recorded: %s", run_id, error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollpacker.rpc.errors import (
     UnavailableError,
 )
 from rollpacker.store import keys
+from rollpacker.store.run_store import RunStore
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
 from tests.contract import fake_workers as fakes
@@ -137,6 +139,20 @@ async def test_a_paused_run_stays_paused_over_a_crash_and_goes_on_when_told(
         await ask(c, "ResumeRun")
         await c.until_ended()
         assert await c.schedule() == expected
+
+
+async def test_a_paused_run_stays_paused_where_its_files_cannot_be_read(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    model, away = cluster.directory / "model", cluster.directory / "away"
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 1)
+    model.rename(away)
+    async with coordinator(cluster) as c:
+        await c.runs._scanned.wait()
+        assert ((await c.get()).state, c.runs.active_run_id) == (PAUSED, "")
+        away.rename(model)
+        await c.start(values)
+        await c.until_ended()
 
 
 async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
@@ -481,6 +497,52 @@ async def test_a_queued_run_that_cannot_start_fails_and_the_next_one_starts(
         failed = await c.until_ended("bad", succeeded=False)
         assert failed.state == pb.Run.STATE_FAILED
         await c.until_ended("good")
+
+
+async def test_a_run_is_in_the_queue_before_its_turn_can_come(cluster: Cluster) -> None:
+    """The active run ends in the moment in which the other one gets its place."""
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 1)
+        add = c.runs._queue.add
+
+        async def add_and_end_the_active_one(run_id: str) -> None:
+            await add(run_id)
+            await c.stop(pb.STOP_MODE_IMMEDIATELY)
+            await until(c, RUNNING, run_id)
+
+        c.runs._queue.add = add_and_end_the_active_one
+        await c.start(values, run_id="next", queue=True)
+        await c.until_ended("next")
+
+
+async def test_of_several_open_runs_one_is_driven_and_no_other_is_lost(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        gate = cluster.reward.hold()
+        await c.start(values)
+        state = await c.runs.get("r")
+    beside = {"paused": -1, "running": 1, "stopping": 2, "queued": 3}  # age after that of r
+    for status, age in beside.items():
+        time = state.create_time + age
+        other = dataclasses.replace(state, run_id=status, status=status, create_time=time)
+        await RunStore(cluster.redis, status).create(other)
+    async with coordinator(cluster) as c:
+        await c.start(values, run_id="later", queue=True)
+        runs = {name: await c.get(name) for name in ("r", *beside, "later")}
+        assert {name: (run.state, run.queue_position) for name, run in runs.items()} == {
+            "r": (RUNNING, 0),
+            "paused": (PAUSED, 0),
+            "running": (pb.Run.STATE_QUEUED, 1),
+            "stopping": (pb.Run.STATE_STOPPED, 0),
+            "queued": (pb.Run.STATE_QUEUED, 2),
+            "later": (pb.Run.STATE_QUEUED, 3),
+        }
+        gate.set()
+        for name in ("r", "running", "queued", "later"):
+            await c.until_ended(name)
+        assert (await c.start(values, run_id="paused")).state == RUNNING
+        await c.until_ended("paused")
 
 
 # Samples

@@ -162,6 +162,26 @@ async def test_one_coordinator_at_a_time_and_every_one_has_a_higher_fence(
     assert not await first.renew(again)
 
 
+async def test_a_late_holder_takes_its_lease_again_unless_another_has_had_it(
+    redis_client: Redis,
+) -> None:
+    first = CoordinatorLease(redis_client, "a", seconds=60)
+    second = CoordinatorLease(redis_client, "b", seconds=60)
+    fence = await first.acquire()
+    assert fence is not None
+    await redis_client.delete(keys.COORDINATOR_LEASE)  # it ran out
+    assert await first.renew(fence)
+    assert await redis_client.pttl(keys.COORDINATOR_LEASE) > 0
+    assert await second.acquire() is None
+    await redis_client.delete(keys.COORDINATOR_LEASE)
+    other = await second.acquire()
+    assert other is not None
+    assert not await first.renew(fence)  # the other one holds it
+    await second.release(other)
+    assert not await first.renew(fence)  # nobody holds it, but the other one has written
+    assert not await redis_client.exists(keys.COORDINATOR_LEASE)
+
+
 async def test_the_logs_of_a_run_only_grow_and_only_by_the_newest_fence(
     redis_client: Redis,
 ) -> None:
@@ -203,3 +223,11 @@ async def test_a_status_changes_only_from_those_that_are_named(redis_client: Red
     loaded = await store.load()
     assert loaded is not None
     assert (loaded.status, loaded.pause_at) == ("pausing", 0)
+
+
+async def test_a_status_that_is_there_already_is_no_refusal(redis_client: Redis) -> None:
+    """The reply of the first call was lost."""
+    store, _ = await committed(redis_client)
+    for _ in range(2):
+        assert await store.set_status(1, "paused", only_from=("running",))
+    assert len(await store.read_events("0-0", 0.1)) == 2  # the step, and one change of the status
