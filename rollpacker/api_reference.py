@@ -52,15 +52,16 @@ With certificates and tokens ([security](security.md)), give grpcurl `-cacert ca
 grpcurl -plaintext "$COORDINATOR" list
 grpcurl -plaintext "$COORDINATOR" rollpacker.v1.CoordinatorService/ListWorkers
 
-# Check settings and data; then start, and pause after the second step.
+# Check settings and data; then start, and pause when the step that runs is committed.
 grpcurl -plaintext -d '{"run_id": "demo", "settings": '"$SETTINGS"', "validate_only": true}' \\
   "$COORDINATOR" rollpacker.v1.CoordinatorService/StartRun
 grpcurl -plaintext -d '{"run_id": "demo", "settings": '"$SETTINGS"'}' \\
   "$COORDINATOR" rollpacker.v1.CoordinatorService/StartRun
-grpcurl -plaintext -d '{"run_id": "demo", "until_step": 2}' \\
-  "$COORDINATOR" rollpacker.v1.CoordinatorService/ResumeRun
+grpcurl -plaintext -d '{"run_id": "demo"}' \\
+  "$COORDINATOR" rollpacker.v1.CoordinatorService/PauseRun
 until grpcurl -plaintext -d '{"run_id": "demo"}' \\
-  "$COORDINATOR" rollpacker.v1.CoordinatorService/GetRun | grep -q STATE_PAUSED; do sleep 1; done
+  "$COORDINATOR" rollpacker.v1.CoordinatorService/GetRun |
+  grep -Eq "STATE_(PAUSED|SUCCEEDED|FAILED)"; do sleep 1; done
 
 # While it is paused: what it did, and what waits.
 grpcurl -plaintext -d '{"run_id": "demo"}' \\
@@ -80,7 +81,7 @@ grpcurl -plaintext \\
 grpcurl -plaintext -d '{"run_id": "demo"}' \\
   "$COORDINATOR" rollpacker.v1.CoordinatorService/SaveCheckpoint
 
-# A single step; then to the end, watching.
+# On, to pause after the third step if that is to come; then to the end, watching.
 grpcurl -plaintext -d '{"run_id": "demo", "until_step": 3}' \\
   "$COORDINATOR" rollpacker.v1.CoordinatorService/ResumeRun
 grpcurl -plaintext -d '{"run_id": "demo"}' \\

@@ -5,9 +5,9 @@
     restore:  FILE --hashes checked--> beside the places --renamed--> places --> Redis, state last
 
 A run is at rest when nobody drives it: stopped, failed, succeeded or paused. Published weights are
-left out: the trainer publishes those of its checkpoint when the run is opened again. A crash while
-restoring leaves no run, because its state comes last; what else it left is overwritten with
-`replace`.
+left out: the trainer publishes those of its checkpoint when the run is opened again. An active run,
+were it paused or queued, is never overwritten: the coordinator holds it. A crash while restoring
+leaves no run, because its state comes last; what else it left is overwritten with `replace`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rollpacker.store.run_store import RunStore
 
 _MARKER = "COMPLETE"  # services/trainer/checkpoint.py: one without it is half-written
 _DRIVEN = ("running", "pausing", "stopping")
+_ACTIVE = (*_DRIVEN, "paused", "queued")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
@@ -125,7 +126,7 @@ async def _refuse_to_overwrite(
     redis: Redis, run_id: str, targets: dict[str, Path], replace: bool
 ) -> None:
     status = (await _stored(redis, run_id)).get(b"status", b"").decode()
-    if status in _DRIVEN:
+    if status in _ACTIVE:
         raise BackupError(f"run {run_id} is {status} here; first: rollpacker stop {run_id}")
     there = [str(path) for path in targets.values() if path.exists()]
     there += ["Redis"] if await run_dump.run_exists(redis, run_id) else []

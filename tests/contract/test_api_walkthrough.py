@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from rollpacker.rpc.errors import NotFoundError
+from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
 from tests.tiny_run import run_settings
 
@@ -27,7 +28,7 @@ def walkthrough() -> str:
 async def pauses(c: Coordinator) -> bool:
     """Whether the wish to pause is there."""
     try:
-        return (await c.get("demo")).pause_at_step > 0
+        return (await c.get("demo")).state == pb.Run.STATE_PAUSING
     except NotFoundError:
         return False
 

@@ -108,7 +108,7 @@ async def test_events_that_are_gone_stay_gone(
     assert (await store.oldest_kept_revision(), await store.last_revision()) == (oldest, last)
 
 
-@pytest.mark.parametrize("status", ["running", "stopping"])
+@pytest.mark.parametrize("status", ["running", "pausing", "stopping"])
 async def test_an_active_run_is_neither_backed_up_nor_overwritten(
     redis_client: Redis, places: Places, tmp_path: Path, status: str
 ) -> None:
@@ -123,6 +123,21 @@ async def test_an_active_run_is_neither_backed_up_nor_overwritten(
     assert await kept(redis_client) == before
     assert await store.load() is not None
     assert sorted(path.name for path in tmp_path.glob("*.tar*")) == ["a.tar"]
+
+
+@pytest.mark.parametrize("status", ["paused", "queued"])
+async def test_an_active_run_is_not_overwritten_though_nobody_drives_it(
+    redis_client: Redis, places: Places, tmp_path: Path, status: str
+) -> None:
+    await stopped_run(redis_client)
+    await back_up(redis_client, places, RUN, tmp_path / "a.tar")
+    await redis_client.hset(keys.state(RUN), "status", status)
+    (places.runs / RUN / "later").write_text("x")
+    before = await kept(redis_client)
+    with pytest.raises(BackupError, match=f"{status} here; first: rollpacker stop {RUN}"):
+        await restore(redis_client, places, tmp_path / "a.tar", replace=True)
+    assert await kept(redis_client) == before
+    assert (places.runs / RUN / "later").exists()
 
 
 async def test_a_run_that_is_there_is_overwritten_only_when_asked_to(

@@ -56,6 +56,45 @@ def test_a_tracker_is_opened_by_a_write_closed_and_opened_again(tmp_path: Path) 
     assert made[0].run.option("project") == "rollpacker"
 
 
+class Unreachable(MemoryTracker):
+    """A tracker whose server is away, from a call on."""
+
+    failing = "open"
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run)
+        self._fail_at("open")
+
+    def write(self, step: int, wall_time: float, scalars: Mapping[str, float]) -> None:
+        self._fail_at("write")
+        super().write(step, wall_time, scalars)
+
+    def close(self) -> None:
+        self._fail_at("close")
+
+    def _fail_at(self, call: str) -> None:
+        if call == self.failing:
+            raise RuntimeError(f"no server at {call}")
+
+
+@pytest.mark.parametrize("call", ["open", "write", "close"])
+def test_a_tracker_that_fails_is_warned_of_once_and_the_others_go_on(
+    tmp_path: Path, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unreachable, "failing", call)
+    run = TrackedRun("r", tmp_path, settings("wandb", "mlflow"))
+    good = MemoryTracker(run)
+    trackers = Trackers(run, {"wandb": Unreachable, "mlflow": lambda _run: good})
+    for step in range(3):
+        trackers.write(step, 1.0, {"a": 1.0})
+    trackers.close()
+    assert [step for step, _ in good.told] == [0, 1, 2]
+    assert good.closed
+    (warning,) = caplog.messages
+    assert warning.startswith("wandb failed; the run goes on without it:")
+    assert f"no server at {call}" in warning
+
+
 def test_a_run_writes_steps_and_measurements_to_its_trackers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,18 +1,20 @@
 """Experiment trackers: where metrics go besides the run's own files. None decides anything.
 
 A tracker is opened by its first write and closed at the end of the run; written to again, it goes
-on with the same run of its own (a coordinator that was restarted). TensorBoard needs no package and
+on with the same run of its own (a coordinator that was restarted). One that fails, or cannot be
+reached, is left out from then on, with one warning. TensorBoard needs no package and
 is always written (`tensorboard.py`); wandb and mlflow are chosen by `tracking.trackers` and come
 with the extra `trackers`. All calls block; the coordinator makes them in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,7 +138,8 @@ class Trackers:
         self._run = run
         self._known = known
         self._names = tuple(run.settings.get("tracking", {}).get("trackers", ()))
-        self._open: list[Tracker] = []
+        self._open: dict[str, Tracker] = {}
+        self._failed: set[str] = set()  # not tried again
         for name in self._names:
             if known is _TRACKERS and importlib.util.find_spec(name) is None:
                 raise TrackerMissingError(
@@ -145,17 +148,31 @@ class Trackers:
                 )
 
     def write(self, step: int, wall_time: float, scalars: Mapping[str, float]) -> None:
-        """Record scalars of a step in all of them."""
-        if not self._open:
-            self._open = [self._known[name](self._run) for name in self._names]
-        for tracker in self._open:
-            tracker.write(step, wall_time, scalars)
+        """Record scalars of a step in all of them. One that fails is warned of and left out."""
+        for name in self._names:
+            if name in self._failed:
+                continue
+            with self._without_it(name):
+                if name not in self._open:
+                    self._open[name] = self._known[name](self._run)
+                self._open[name].write(step, wall_time, scalars)
 
     def close(self) -> None:
         """Send what is left; a later write opens them again."""
-        for tracker in self._open:
-            tracker.close()
-        self._open = []
+        for name, tracker in self._open.items():
+            with self._without_it(name):
+                tracker.close()
+        self._open = {}
+
+    @contextlib.contextmanager
+    def _without_it(self, name: str) -> Iterator[None]:
+        """If it fails, the run goes on without this tracker."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  a foreign library; a tracker decides nothing
+            if name not in self._failed:
+                _log.warning("%s failed; the run goes on without it: %r", name, error)
+            self._failed.add(name)
 
 
 def _finite(scalars: Mapping[str, float]) -> dict[str, float]:
