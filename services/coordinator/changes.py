@@ -95,19 +95,26 @@ def checked_update(state: RunState, later: Sequence[Change], values: Mapping[str
 
     Raises SettingsError for what may not be changed, or does not fit.
     """
-    refused = [name for name in _names(values) if name not in UPDATABLE]
+    names = list(_names(values))
+    refused = [name for name in names if name not in UPDATABLE]
     if refused:
         problem = f"may not be changed while the run is under way; may: {', '.join(UPDATABLE)}"
         raise SettingsError([(name, problem) for name in refused])
-    if not values:
+    if not names:
         raise SettingsError([("settings", f"is empty; give one or more of {', '.join(UPDATABLE)}")])
     merged = merge_settings(state.settings, state.updated_settings)
     merged = merge_settings(merged, state.waiting_settings)
     for change in later:
         if isinstance(change, UpdateSettings):
             merged = merge_settings(merged, change.settings)
-    whole = parse_run_settings(merge_settings(merged, values)).model_dump(mode="json")
-    return UpdateSettings(_picked(whole, _names(values)))
+    changed = parse_run_settings(merge_settings(merged, values))
+    if "max_steps" in names and changed.max_steps is not None and changed.max_steps <= state.step:
+        problem = (
+            f"{changed.max_steps} is not above the {state.step} committed steps; give more, or end"
+            " the run with `rollpacker stop` (now) or `rollpacker stop --drain` (after its queue)"
+        )
+        raise SettingsError([("max_steps", problem)])
+    return UpdateSettings(_picked(changed.model_dump(mode="json"), names))
 
 
 def settled(state: RunState, changes: Iterable[Change]) -> RunState:

@@ -95,6 +95,20 @@ class RunDriver:
             return "stopped"
         state = await self._resuming.resume()
         self.prompts.open(state)
+        while True:
+            state = await self._steps(state)
+            if self._control.stops:
+                break
+            await self._validate(state)
+            if self._control.stops or not await self._more_is_asked(state):
+                break
+            state = dataclasses.replace(state, begun_step=-1)  # it holds nothing: settle it again
+        await in_thread(self._context.outputs.finish)
+        left = self._control.drains and self._new_prompts(state, stopping=False) > 0
+        return "stopped" if self._control.stops or left else "succeeded"
+
+    async def _steps(self, state: RunState) -> RunState:
+        """Step after step, until no further one may begin or nothing is left."""
         while await self._gate(state):
             state = await self._begun(state)
             state = await self._validated(state)
@@ -106,13 +120,11 @@ class RunDriver:
             if next_state is None:
                 break
             state = next_state
-        ended_early = self._control.stops or (
-            self._control.drains and self._new_prompts(state, stopping=False) > 0
-        )
-        if not ended_early or self._control.drains:
-            await self._validate(state)
-        await in_thread(self._context.outputs.finish)
-        return "stopped" if ended_early else "succeeded"
+        return state
+
+    async def _more_is_asked(self, state: RunState) -> bool:
+        """Whether changes or prompts came since the last step was settled."""
+        return await self._store.log_lengths() != (state.change_count, state.added_known)
 
     async def _gate(self, state: RunState) -> bool:
         """Wait while the run is paused; False when no further step may begin."""
@@ -149,7 +161,8 @@ class RunDriver:
         try:
             await self._trainer.abandon_step(state.step)
         except ServiceError as error:
-            _log.warning("step %d of %s is not abandoned: %s", state.step, state.run_id, error)
+            level = logging.DEBUG if error.reason == "STEP_FINISHED" else logging.WARNING
+            _log.log(level, "step %d of %s is not abandoned: %s", state.step, state.run_id, error)
 
     # --- settings and changes -----------------------------------------------------------------
 

@@ -56,7 +56,11 @@ class Resuming:
             snapshot = state_from_json(opened.run_snapshot_json)
         else:
             snapshot = RunState(
-                state.run_id, state.settings, state.create_time, state.planned_steps
+                state.run_id,
+                state.settings,
+                state.create_time,
+                state.planned_steps,
+                data_digest=state.data_digest,
             )
         _log.warning(
             "run %s goes from step %d to step %d: the trainer's newest checkpoint is there",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _AWAY_SECONDS = 600.0  # a restart with a large checkpoint takes minutes
 _OPEN_SECONDS = 600.0
 _SHORT_SECONDS = 60.0
+_ABANDON_SECONDS = 5.0  # people wait for it, and the next StartStep or OpenRun does without
 _UPDATE_SECONDS = 300.0  # of an update, apart from its tokens
 _SLOWEST_TOKENS_PER_SECOND = 50.0  # forward and backward of a 135 M model on one CPU core
 _REOPEN = ("RUN_NOT_OPEN", "STEP_NOT_OPEN")
@@ -115,7 +116,9 @@ class TrainerClient:
             run_id=self._run_id, step=step, fence=self._fence
         )
         await self._call(
-            lambda stub: stub.AbandonStep(request, timeout=_SHORT_SECONDS), "AbandonStep", 5.0
+            lambda stub: stub.AbandonStep(request, timeout=_ABANDON_SECONDS),
+            "AbandonStep",
+            _ABANDON_SECONDS,
         )
 
     async def save_checkpoint(self) -> int:

@@ -254,6 +254,8 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self.crash_after_update = 0
         self.values: dict[int, tuple[float, float]] = {}  # learning rate, temperature by step
         self.saved: list[int] = []  # versions of SaveCheckpoint
+        self.abandons = asyncio.Event()  # AbandonStep waits for it
+        self.abandons.set()
 
     def restart(self) -> None:
         self.version, self.open_step = None, None
@@ -318,6 +320,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         return wire.step_result_to_proto(result)
 
     async def AbandonStep(self, request: Any, context: Any) -> Any:
+        await self.abandons.wait()
         self.open_step = None
         return trainer_service_pb2.AbandonStepResponse()
 

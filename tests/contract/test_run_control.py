@@ -25,7 +25,7 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
 from tests.contract import fake_workers as fakes
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
-from tests.tiny_run import run_settings
+from tests.tiny_run import run_settings, write_data
 
 __all__ = ["cluster"]  # a fixture
 PAUSED, RUNNING = pb.Run.STATE_PAUSED, pb.Run.STATE_RUNNING
@@ -162,6 +162,24 @@ async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
         await until(c, PAUSED)
         await c.stop(pb.STOP_MODE_AFTER_STEP)
         assert (await until(c, pb.Run.STATE_STOPPED)).step == 1
+
+
+async def test_a_run_pauses_and_stops_at_once_while_its_trainer_hangs(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.coordinator.trainer_client._ABANDON_SECONDS", 0.1)
+    async with coordinator(cluster) as c:
+        cluster.trainer.abandons.clear()
+        gate = cluster.reward.hold()
+        await c.start(run_settings(cluster.directory))
+        async with asyncio.timeout(60):
+            await cluster.reward.asked.wait()
+        paused = (await ask(c, "PauseRun", mode=pb.PAUSE_MODE_IMMEDIATELY)).run
+        assert paused.state == PAUSED
+        stopped = await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        assert stopped.state == pb.Run.STATE_STOPPED
+    gate.set()
+    cluster.trainer.abandons.set()
 
 
 async def test_what_is_asked_of_a_run_that_is_not_active_is_refused(cluster: Cluster) -> None:
@@ -307,6 +325,8 @@ async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluste
             ({"trainer": {"learning_rate": -1}}, "trainer.learning_rate", "got -1"),
             ({"tail_batching": {"speculation_factors": [3.0]}}, "tail_batching", "not in (1, 2]"),
             ({}, "settings", "is empty"),
+            ({"trainer": {}}, "settings", "is empty"),
+            ({"max_steps": 1}, "max_steps", "stop --drain"),
         ):
             with pytest.raises(InvalidArgumentError) as caught:
                 await update(c, **settings)
@@ -419,6 +439,26 @@ async def test_added_prompts_are_drawn_next_once_each_and_over_a_crash(cluster: 
     trained = Counter(name for _, draws in schedule for name, _ in draws)
     assert trained == Counter([*(f"0:{i}" for i in range(1, 25)), *(f"0:{name}" for name in names)])
     assert (run.added_prompt_count, run.planned_steps, run.step) == (7, 8, 8)
+
+
+async def test_prompts_that_come_during_the_last_measurement_are_trained(
+    cluster: Cluster,
+) -> None:
+    write_data(cluster.directory / "validation.jsonl", 2, "1+{i}=")
+    values = run_settings(cluster.directory, prompts=8)
+    values["data"]["validation_path"] = str(cluster.directory / "validation.jsonl")
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 2)
+        gate = cluster.reward.hold()
+        await ask(c, "ResumeRun")
+        async with asyncio.timeout(60):
+            await cluster.reward.asked.wait()
+        await ask(c, "AddPrompts", rows=rows("late"))
+        gate.set()
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    assert [name for name, _ in schedule[-1][1]] == ["0:late"]
+    assert (run.step, run.planned_steps) == (3, 3)
 
 
 async def test_all_rows_of_a_call_are_added_or_none(cluster: Cluster) -> None:
