@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_write_atomic_leaves_only_the_new_content(tmp_path: Path) -> None:
     write_atomic(target, "new")
     assert target.read_text() == "new"
     assert [path.name for path in target.parent.iterdir()] == ["summary.json"]
+
+
+def test_a_file_may_be_replaced_by_several_at_the_same_time(tmp_path: Path) -> None:
+    target = tmp_path / "step_000000.jsonl"
+    contents = [f"{number}\n" * 1000 for number in range(64)]
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda content: write_atomic(target, content), contents))
+    assert target.read_text() in contents
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "summary.json"
+    write_atomic(target, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(target, "\ud800")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("summary.json", "old")
+    ]
 
 
 def test_read_json_says_what_is_wrong(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -147,14 +148,20 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def write_atomic(path: Path, content: str) -> None:
-    """Replace a file: readers see the old content or the new one, also after a crash."""
+    """Replace a file: readers see the old content or the new one, also after a crash.
+
+    Several may write at the same time; the last one stands.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.writing")
+    try:
+        with aside.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)  # there only after a failure
 
 
 def to_json(value: Any) -> str:
