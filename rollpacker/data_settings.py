@@ -8,9 +8,9 @@ formats.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from rollpacker.section import Section
 
@@ -22,18 +22,6 @@ HELD_OUT = "held_out"  # the set of data.validation_path
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    """The value with numbers such as 3.0 as integers: protobuf's Struct knows no other number."""
-    if isinstance(value, dict):
-        return {key: _with_whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Values = Annotated[dict[str, Any], BeforeValidator(_with_whole_numbers)]
-
-
 class RowSettings(Section):
     """How rows are read."""
 
@@ -42,7 +30,7 @@ class RowSettings(Section):
     prompt_key: str = Field("", description="column of the prompt (a.b: b in a); default: format's")
     answer_key: str = Field("", description="column of the answer; default: format's")
     prompt_id_key: str = Field("", description="column of the prompt id; default: format's")
-    options: Values = Field(
+    options: dict[str, Any] = Field(
         {}, description="for format reasoning_gym: `size`, `seed`, and what its data set takes"
     )
 
@@ -74,7 +62,7 @@ class DataSettings(RowSettings):
     epochs: int = Field(1, ge=1, description="passes over the data")
     shuffle: bool = Field(True, description="a new seeded order in every epoch")
     apply_chat_template: bool = Field(False, description="render `prompt` by the chat template")
-    chat_template_kwargs: Values = Field(
+    chat_template_kwargs: dict[str, Any] = Field(
         {}, description="what the template gets besides the messages: {enable_thinking: false}"
     )
     max_prompt_tokens: int = Field(4096, ge=1, description="longer prompts are over-long")

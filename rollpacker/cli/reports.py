@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import typer
-from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rollpacker import wire
@@ -16,6 +15,7 @@ from rollpacker.cli import run_view
 from rollpacker.cli.console import print_json, print_table, printable, shorten
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress, connect
 from rollpacker.cli.failures import run
+from rollpacker.rpc.struct_values import read_struct
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
 
@@ -165,8 +165,8 @@ def _print_run(run: pb.Run) -> None:
 
 def _wishes(run: pb.Run) -> list[tuple[str, str]]:
     """What people asked of the run; nothing in most runs."""
-    updated = json_format.MessageToDict(run.updated_settings)
-    waiting = json_format.MessageToDict(run.waiting_settings)
+    updated = read_struct("updated_settings", run.updated_settings)
+    waiting = read_struct("waiting_settings", run.waiting_settings)
     rows = [
         ("updated", json.dumps(updated) if updated else ""),
         ("updated when drained", json.dumps(waiting) if waiting else ""),

@@ -784,7 +784,9 @@ class AddPromptsRequest(_message.Message):
     """The run."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
-        """Rows as in the data file; each needs a prompt_id of its own."""
+        """Rows as in the data file; each needs a prompt_id of its own. A whole number below 2^53 is taken
+        as an integer; send a larger one as text, a double does not hold it.
+        """
 
     def __init__(
         self,
@@ -1062,7 +1064,7 @@ class ListSamplesRequest(_message.Message):
     without_tokens: _builtins.bool
     """Leave out token ids and logprobs."""
     page_size: _builtins.int
-    """Groups, at most 1000; 0 means 1000."""
+    """Groups, at most 1000; 0 means 1000. A page ends earlier, at about 16 MiB."""
     page_token: _builtins.str
     """next_page_token of the page before; the other fields as for that page."""
     @_builtins.property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import grpc.aio
-from google.protobuf import json_format
 
 from rollpacker.rpc.errors import InvalidArgumentError
+from rollpacker.rpc.struct_values import read_struct
 from rollpacker.store.records import RunState
 from rollpacker.types import DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
@@ -60,7 +60,7 @@ class ControlServicer(pb_grpc.CoordinatorServiceServicer):
     async def UpdateRun(
         self, request: pb.UpdateRunRequest, _context: _Context
     ) -> pb.UpdateRunResponse:
-        values = json_format.MessageToDict(request.settings)
+        values = read_struct("settings", request.settings)
         state = await self._operations.update(request.run_id, values)
         return pb.UpdateRunResponse(run=await self._run(state))
 
@@ -79,7 +79,7 @@ class ControlServicer(pb_grpc.CoordinatorServiceServicer):
     async def AddPrompts(
         self, request: pb.AddPromptsRequest, _context: _Context
     ) -> pb.AddPromptsResponse:
-        rows = [json_format.MessageToDict(row) for row in request.rows]
+        rows = [read_struct(f"rows[{i}]", row) for i, row in enumerate(request.rows)]
         added, known = await self._operations.add_prompts(request.run_id, rows)
         return pb.AddPromptsResponse(added_count=added, known_count=known)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from rollpacker.v1 import types_pb2
 from services.coordinator.outputs import read_step_samples
 
 _MAX_PAGE = 1000
+_PAGE_BYTES = 16 << 20  # a message holds four times as much
+_PAGE_TOKEN = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 
 
 def samples_page(
@@ -33,7 +36,7 @@ def samples_page(
             "last_step", f"{last} is below step {request.step}; give the first one as step"
         )
     step, skip = _place(request)
-    answer = pb.ListSamplesResponse()
+    answer, size = pb.ListSamplesResponse(), 0
     for number in range(step, last + 1):
         groups = read_step_samples(directory, number)
         if groups is None and number == request.step:
@@ -47,23 +50,26 @@ def samples_page(
         for index, group in enumerate(_passing(groups, request)):
             if number == step and index < skip:
                 continue
-            if len(answer.groups) == (request.page_size or _MAX_PAGE):
+            message = _message(group, request)
+            size += message.ByteSize()
+            full = len(answer.groups) == (request.page_size or _MAX_PAGE)
+            if full or (answer.groups and size > _PAGE_BYTES):
                 answer.next_page_token = f"{number}:{index}"
                 return answer
-            answer.groups.append(_message(group, request))
+            answer.groups.append(message)
     return answer
 
 
 def _place(request: pb.ListSamplesRequest) -> tuple[int, int]:
     """The step, and how many of its groups were on pages before."""
-    step, colon, skip = request.page_token.partition(":")
     if not request.page_token:
         return request.step, 0
-    if not (colon and step.isdecimal() and skip.isdecimal() and request.page_token.isascii()):
+    match = _PAGE_TOKEN.fullmatch(request.page_token)
+    if not match:
         raise InvalidArgumentError.field(
-            "page_token", f"{request.page_token!r} is not a next_page_token of ListSamples"
+            "page_token", f"{request.page_token!r:.80} is not a next_page_token of ListSamples"
         )
-    return int(step), int(skip)
+    return int(match[1]), int(match[2])
 
 
 def _passing(groups: list[PromptGroup], request: pb.ListSamplesRequest) -> Iterator[PromptGroup]:

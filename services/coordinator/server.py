@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
-from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 
 from rollpacker import wire
 from rollpacker.rpc.errors import InvalidArgumentError, OutOfRangeError
+from rollpacker.rpc.struct_values import read_struct
 from rollpacker.store.run_store import StoredEvent
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator import messages
@@ -27,6 +28,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_PAGE = 1000
 _DEFAULT_PAGE = 100
 _POLL_SECONDS = 0.5
+_PAGE_TOKEN = re.compile(r"[0-9]{1,18}")
+_REVISION = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
+_REVISION_PARTS_BELOW = 1 << 64
 _ENDED = ("succeeded", "failed", "stopped")
 
 
@@ -38,7 +42,7 @@ class CoordinatorServicer(ControlServicer):
         self._workers = workers
 
     async def StartRun(self, request: pb.StartRunRequest, context: _Context) -> pb.StartRunResponse:
-        values = json_format.MessageToDict(request.settings)
+        values = read_struct("settings", request.settings)
         state = await self._runs.start(
             request.run_id, values, validate_only=request.validate_only, queue=request.queue
         )
@@ -183,17 +187,19 @@ class CoordinatorServicer(ControlServicer):
 def _page_start(token: str, step: int) -> int:
     if not token:
         return step
-    if not token.isascii() or not token.isdigit():
+    if not _PAGE_TOKEN.fullmatch(token):
         raise InvalidArgumentError.field(
-            "page_token", f"{token!r} is not a next_page_token of ListSteps"
+            "page_token", f"{token!r:.80} is not a next_page_token of ListSteps"
         )
     return int(token)
 
 
 def _revision_key(revision: str) -> tuple[int, int]:
-    milliseconds, dash, sequence = revision.partition("-")
-    if not (milliseconds.isdigit() and dash and sequence.isdigit()):
-        raise InvalidArgumentError.field(
-            "after_revision", f"{revision!r} is not a revision that WatchRun sent"
-        )
-    return int(milliseconds), int(sequence)
+    match = _REVISION.fullmatch(revision)
+    if match:
+        milliseconds, sequence = int(match[1]), int(match[2])
+        if max(milliseconds, sequence) < _REVISION_PARTS_BELOW:
+            return milliseconds, sequence
+    raise InvalidArgumentError.field(
+        "after_revision", f"{revision!r:.80} is not a revision that WatchRun sent"
+    )

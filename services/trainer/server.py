@@ -9,10 +9,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import grpc.aio
-from google.protobuf import json_format
 
 from rollpacker import wire
 from rollpacker.rpc.errors import InvalidArgumentError, NotFoundError
+from rollpacker.rpc.struct_values import read_struct
 from rollpacker.v1 import trainer_service_pb2 as pb
 from rollpacker.v1 import trainer_service_pb2_grpc
 from services.trainer.session import Activity, Session
@@ -117,7 +117,7 @@ def _run_spec(request: pb.OpenRunRequest) -> RunSpec:
             f"{request.run_id!r} cannot name a directory; use letters, digits, '.', '_' and '-'",
         )
     _check_temperature(request.temperature)
-    settings = parse_open_run_settings(json_format.MessageToDict(request.trainer_settings))
+    settings = parse_open_run_settings(read_struct("trainer_settings", request.trainer_settings))
     return RunSpec(
         run_id=request.run_id,
         model_directory=_model_directory(request.model_uri),

@@ -501,8 +501,9 @@ async def test_a_compacted_revision_is_out_of_range(cluster: Cluster) -> None:
         with pytest.raises(OutOfRangeError) as caught:
             await watch(c, after="1-0")
         assert caught.value.reason == "REVISION_COMPACTED"
-        with pytest.raises(InvalidArgumentError, match="after_revision"):
-            await watch(c, after="nonsense")
+        for bad in ("nonsense", "²-0", "9" * 5000 + "-0", f"0-{1 << 64}"):
+            with pytest.raises(InvalidArgumentError, match="after_revision"):
+                await watch(c, after=bad)
 
 
 async def test_steps_are_paged_newest_first(cluster: Cluster) -> None:
@@ -516,7 +517,12 @@ async def test_steps_are_paged_newest_first(cluster: Cluster) -> None:
         page = await call(lambda: c.stub.ListSteps(request))
         assert [step.step for step in page.steps] == [1, 0]
         assert page.next_page_token == ""
-        for bad in ({"page_size": -1}, {"page_size": 1001}, {"page_token": "x"}):
+        for bad in (
+            {"page_size": -1},
+            {"page_size": 1001},
+            {"page_token": "x"},
+            {"page_token": "9" * 5000},
+        ):
             wrong = pb.ListStepsRequest(run_id="r", **bad)
             with pytest.raises(InvalidArgumentError):
                 await call(lambda wrong=wrong: c.stub.ListSteps(wrong))

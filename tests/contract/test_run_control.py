@@ -333,6 +333,10 @@ async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluste
             fields = dict(caught.value.violations)
             assert f"settings.{named}" in fields
             assert fix in fields[f"settings.{named}"]
+        with pytest.raises(InvalidArgumentError, match="settings: holds NaN or an infinity"):
+            await update(c, trainer={"learning_rate": float("inf")})
+        with pytest.raises(InvalidArgumentError, match="settings: holds NaN or an infinity"):
+            await c.start({"seed": float("nan")}, run_id="other")
         assert (await c.get()).pending_change_count == 0
 
 
@@ -470,6 +474,7 @@ async def test_all_rows_of_a_call_are_added_or_none(cluster: Cluster) -> None:
             (nameless, "rows[1].prompt_id"),
             (rows("3")[0], "rows[1].prompt_id"),  # the id of a row of the data file
             (rows("b", answer=None)[0], "rows[1].answer"),
+            (rows("b", weight=float("nan"))[0], "rows[1]"),
         ):
             with pytest.raises(InvalidArgumentError) as caught:
                 await ask(c, "AddPrompts", rows=[*rows("a"), wrong])
@@ -477,6 +482,9 @@ async def test_all_rows_of_a_call_are_added_or_none(cluster: Cluster) -> None:
         with pytest.raises(InvalidArgumentError):
             await ask(c, "AddPrompts")
         assert (await c.get()).added_prompt_count == 0
+        for known in (0, 1):  # a number may name a prompt; it is "1007" from then on
+            answer = await ask(c, "AddPrompts", rows=rows("1007", prompt_id=1007))
+            assert (answer.added_count, answer.known_count) == (1 - known, known)
 
 
 async def test_a_checkpoint_is_saved_on_request(cluster: Cluster) -> None:
@@ -588,20 +596,23 @@ async def test_of_several_open_runs_one_is_driven_and_no_other_is_lost(cluster: 
 # Samples
 
 
-async def test_samples_are_filtered_and_paged_over_steps(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("page_bytes", "pages"), [(16 << 20, 5), (1, 24)])
+async def test_samples_are_filtered_and_paged_over_steps(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, page_bytes: int, pages: int
+) -> None:
     async with coordinator(cluster) as c:
         await c.start(run_settings(cluster.directory))
         await c.until_ended()
         everything = (await ask(c, "ListSamples", step=0, last_step=5)).groups
         assert [g.step for g in everything] == sorted(s for s in range(6) for _ in range(4))
-        paged, token = [], ""
-        while True:
-            page = await ask(c, "ListSamples", step=0, last_step=5, page_size=5, page_token=token)
-            paged += page.groups
-            token = page.next_page_token
-            if not token:
-                break
-        assert paged == list(everything)
+        with monkeypatch.context() as patch:
+            patch.setattr("services.coordinator.samples_page._PAGE_BYTES", page_bytes)
+            paged, count, token = [], 0, ""
+            while token or not count:
+                fields = {"step": 0, "last_step": 5, "page_size": 5, "page_token": token}
+                page = await ask(c, "ListSamples", **fields)
+                paged, count, token = [*paged, *page.groups], count + 1, page.next_page_token
+        assert (paged, count) == (list(everything), pages)
         assert not (await ask(c, "ListSamples", last_step=5, min_reward=0.5)).groups
         wrong = {"verdicts": [types_pb2.VERDICT_INCORRECT], "max_reward": 0.5}
         assert (await ask(c, "ListSamples", last_step=5, **wrong)).groups == everything
@@ -610,6 +621,7 @@ async def test_samples_are_filtered_and_paged_over_steps(cluster: Cluster) -> No
         one = (await ask(c, "ListSamples", last_step=5, prompt_id="7", without_tokens=True)).groups
         assert [(g.draw.prompt_id, len(g.prompt_token_ids)) for g in one] == [("7", 0)]
         assert one[0].responses[0].text
-        for bad in ({"page_size": 1001}, {"page_token": "x"}, {"step": 3, "last_step": 1}):
+        tokens = ({"page_token": token} for token in ("x", "²:0", "9" * 5000 + ":0"))
+        for bad in (*tokens, {"page_size": 1001}, {"step": 3, "last_step": 1}):
             with pytest.raises(InvalidArgumentError):
                 await ask(c, "ListSamples", **bad)

@@ -129,9 +129,9 @@ async def test_samples_come_page_by_page_with_the_prompt_as_text(
     assert [turn["role"] for turn in one["turns"]] == ["prompt", "assistant"]
     assert (first["previous"], rest["previous"]) == (None, 0)
     assert one["verdict"] in ("CORRECT", "INCORRECT", "NO_ANSWER")
-    for bad in ("-1", "x", "1e9", "9" * 30):
-        answer = await reader.get(f"/api/runs/{RUN_ID}/samples/0?start={bad}")
-        assert answer.status_code == 400
+    for bad in ("-1", "x", "1e9", "9" * 30, "9" * 5000):
+        for path in (f"samples/0?start={bad}", f"samples/{bad}", f"rounds/{bad}"):
+            assert (await reader.get(f"/api/runs/{RUN_ID}/{path}")).status_code == 400
 
 
 async def test_a_response_of_several_roles_is_shown_turn_by_turn(

@@ -131,9 +131,3 @@ def source(name, **values):
 def test_sources_that_do_not_fit_are_refused(values, message):
     with pytest.raises(ValidationError, match=message):
         DataSettings.model_validate(values)
-
-
-def test_whole_numbers_of_free_settings_survive_the_way_through_a_struct():
-    values = {"path": "gcd", "format": "reasoning_gym", "options": {"size": 5.0, "p": 0.5}}
-    assert DataSettings.model_validate(values).options == {"size": 5, "p": 0.5}
-    assert type(DataSettings.model_validate(values).options["size"]) is int

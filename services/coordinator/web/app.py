@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any
@@ -35,7 +36,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_LONGEST_START = 10**9
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _log = logging.getLogger(__name__)
 
 
@@ -54,11 +55,11 @@ def make_app(views: Views, token: str) -> ASGIApp:
 
 def _api(views: Views) -> list[Route]:
     async def samples(request: Request) -> Any:
-        path = request.path_params
-        return await views.samples(path["run_id"], path["step"], _start(request))
+        start = _number("start", request.query_params.get("start", "0"))
+        return await views.samples(request.path_params["run_id"], _step(request), start)
 
     async def round_(request: Request) -> Any:
-        return await views.round(request.path_params["run_id"], request.path_params["step"])
+        return await views.round(request.path_params["run_id"], _step(request))
 
     return [
         _json("/runs", lambda _: views.runs()),
@@ -67,8 +68,8 @@ def _api(views: Views) -> list[Route]:
         _json(
             "/runs/{run_id}/overview", lambda request: views.overview(request.path_params["run_id"])
         ),
-        _json("/runs/{run_id}/rounds/{step:int}", round_),
-        _json("/runs/{run_id}/samples/{step:int}", samples),
+        _json("/runs/{run_id}/rounds/{step}", round_),
+        _json("/runs/{run_id}/samples/{step}", samples),
     ]
 
 
@@ -79,10 +80,13 @@ def _json(path: str, view: Callable[[Request], Awaitable[Any]]) -> Route:
     return Route(path, answer)
 
 
-def _start(request: Request) -> int:
-    text = request.query_params.get("start", "0")
-    if not (text.isascii() and text.isdigit() and int(text) < _LONGEST_START):
-        raise HTTPException(400, f"start: {text[:40]!r} is no number of responses to leave out")
+def _step(request: Request) -> int:
+    return _number("step", request.path_params["step"])
+
+
+def _number(name: str, text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise HTTPException(400, f"{name}: {text[:40]!r} is not a number of 1 to 9 digits")
     return int(text)
 
 
