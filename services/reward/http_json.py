@@ -23,6 +23,7 @@ from typing import Any
 _READ_SECONDS = 60.0  # without a byte from the caller
 _BUSY_SECONDS = 1.0  # the server waits so long for a caller whom it refuses
 _CONNECTIONS = 512
+_MOST_DIGITS = 18  # of a length
 _BUSY = (
     b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n\r\n"
     b'{"error": "too many requests at the same time; try again"}'
@@ -99,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             return _refusal(HTTPStatus.LENGTH_REQUIRED, "Content-Length: is missing")
+        if len(length) > _MOST_DIGITS:
+            return bad_request(f"Content-Length: {length[:20]}... is no length; send the body's")
         if int(length) > self.server.most_body_bytes:
             most = self.server.most_body_bytes
             return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is over {most} bytes")

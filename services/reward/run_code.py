@@ -104,6 +104,8 @@ def read_task(body: Any, most_seconds: float) -> ProgramTask:
     stdin = body.get("stdin") or ""
     if not isinstance(stdin, str):
         raise ValueError(f"stdin: {stdin!r:.40} is no text")
+    for name, text in (("code", body["code"]), ("stdin", stdin)):
+        _check_unicode(name, text)
     seconds = _number(body, "run_timeout", _DEFAULT_SECONDS)
     memory = _number(body, "memory_limit_MB", -1)
     if seconds <= 0:
@@ -138,6 +140,16 @@ def _message(status: str, message: str, result: dict[str, Any] | None) -> dict[s
         "executor_pod_name": None,
         "files": {},
     }
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """JSON can hold half a character, an escape such as \\ud800 alone; a program cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: character {error.start} is half of a surrogate pair; send whole ones"
+        ) from error
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:

@@ -116,6 +116,8 @@ async def test_what_the_sandbox_forbids_is_forbidden_here() -> None:
         ({"code": "1", "language": "python", "run_timeout": "5"}, "run_timeout: '5' is no number"),
         ({"code": "1", "language": "python", "run_timeout": -1}, "run_timeout: -1.0"),
         ({"code": "1", "language": "python", "run_timeout": 10**400}, "is no finite number"),
+        ({"code": "1", "language": "python", "stdin": "a\ud800"}, "stdin: character 1 is half"),
+        ({"code": "\udfff", "language": "python"}, "code: character 0 is half"),
         (b"{", "not JSON"),
     ],
 )
@@ -131,10 +133,11 @@ async def test_without_the_token_or_beyond_the_limits_nothing_is_read() -> None:
         asked = Door(door.port, None)  # type: ignore[arg-type]
         assert (await asked.ask({}, token="a guess"))[0] == 401
         assert (await asked.ask({}, path="/run_jupyter"))[0] == 404
-        with socket.create_connection(("127.0.0.1", door.port)) as connection:
-            head = f"POST /run_code HTTP/1.0\r\nAuthorization: Bearer {TOKEN}\r\n"
-            connection.sendall(f"{head}Content-Length: {MOST_BODY_BYTES + 1}\r\n\r\n".encode())
-            assert b" 413 " in await asyncio.to_thread(connection.recv, 100)
+        for length, status in ((str(MOST_BODY_BYTES + 1), b" 413 "), ("9" * 5000, b" 400 ")):
+            with socket.create_connection(("127.0.0.1", door.port)) as connection:
+                head = f"POST /run_code HTTP/1.0\r\nAuthorization: Bearer {TOKEN}\r\n"
+                connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+                assert status in await asyncio.to_thread(connection.recv, 100)
 
 
 async def test_where_the_service_has_certificates_the_door_speaks_tls(

@@ -21,6 +21,7 @@ from rollpacker.types import GraderKind
 from services.reward.graders.grader import GradingLostError, GradingTask
 from services.reward.graders.judge import JudgeGrader
 from services.reward.judge_process import JudgeModelSettings, JudgeProcess
+from services.reward.judge_worker.__main__ import Completions
 from services.reward.judge_worker.batches import Batches, TooLateError
 from services.reward.judge_worker.layer_stream import LayerStream
 from services.reward.judge_worker.model import (
@@ -159,6 +160,15 @@ def test_a_prompt_beyond_the_context_is_refused(settings: JudgeModelSettings) ->
     assert len(model.encode([message], 10)) == len("<user><assistant>") + 100
     with pytest.raises(PromptTooLongError, match="of the judge"):
         model.encode([message], 40_000)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "seed"])
+def test_an_infinite_number_is_a_bad_request(settings: JudgeModelSettings, name: str) -> None:
+    model = JudgeModel(settings)
+    completions = Completions(model, Batches(model, 4, patience_seconds=60, idle_seconds=60))
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, name: float("inf")}
+    status, answer = completions.answer(body)
+    assert (status, "OverflowError" in answer["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(

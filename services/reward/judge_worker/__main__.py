@@ -50,7 +50,7 @@ class Completions:
                 int(body.get("seed", 0)),
             )
             reply = self._batches.ask(request)
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
             return bad_request(f"{type(error).__name__}: {error}")
         except (DeviceMemoryError, TooLateError) as error:
             return HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(error)}
