@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,14 @@ import yaml
 from rollpacker.cli import run_view
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
 from rollpacker.cli.failures import WRONG_INPUT, CommandError, told_in_one_line
-from rollpacker.cli.reports import RunId, ask
+from rollpacker.cli.reports import LARGEST, RunId, ask
 from rollpacker.settings import SettingsError
 from rollpacker.types import DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
 Draws = Annotated[list[str], typer.Argument(metavar="EPOCH:PROMPT", help="As `deferred` lists.")]
 _ROWS_PER_CALL = 500
+_EPOCH = re.compile(r"[0-9]{1,9}")
 
 
 def pause(
@@ -40,7 +42,7 @@ def pause(
 def resume(
     run_id: RunId,
     steps: Annotated[
-        int, typer.Option(min=0, help="Pause again after so many steps; 0: do not.")
+        int, typer.Option(min=0, max=LARGEST, help="Pause again after so many steps; 0: do not.")
     ] = 0,
     coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
 ) -> None:
@@ -110,7 +112,7 @@ def add(
 def requeue(
     run_id: RunId,
     draws: Draws,
-    level: Annotated[int, typer.Option(min=1, help="Of the queue.")] = 1,
+    level: Annotated[int, typer.Option(min=1, max=LARGEST, help="Of the queue.")] = 1,
     coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
 ) -> None:
     """Move deferred draws to the front of a level; dropped ones come back."""
@@ -147,25 +149,31 @@ def nested(changes: list[str]) -> dict[str, Any]:
         if not separator or not key:
             raise SettingsError([(change, "not a change; write section.key=value")])
         *sections, last = key.split(".")
-        place = values
+        place: Any = values
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = yaml.safe_load(text) if text else None
+            place = place.setdefault(section, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise SettingsError([(change, "sets a part of a value that is set too; keep one")])
+        try:
+            place[last] = yaml.safe_load(text) if text else None
+        except yaml.YAMLError as error:
+            said = " ".join(str(error).split())
+            raise SettingsError([(change, f"is not YAML: {said}")]) from error
     return values
 
 
 def draw_id(text: str) -> DrawId:
     """ "EPOCH:PROMPT". Raises CommandError."""
     epoch, colon, prompt_id = text.partition(":")
-    if not (colon and epoch.isdecimal() and prompt_id):
-        raise CommandError(f"{text!r} is not EPOCH:PROMPT, for example 0:17", WRONG_INPUT)
+    if not (colon and _EPOCH.fullmatch(epoch) and prompt_id):
+        raise CommandError(f"{text!r:.80} is not EPOCH:PROMPT, for example 0:17", WRONG_INPUT)
     return DrawId(int(epoch), prompt_id)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file. Raises CommandError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise CommandError(f"{path} cannot be read as JSONL: {error}", WRONG_INPUT) from error

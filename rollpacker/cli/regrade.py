@@ -10,7 +10,7 @@ import typer
 
 from rollpacker.cli.console import print_json, print_table
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
-from rollpacker.cli.reports import AsJson, RunId, ask
+from rollpacker.cli.reports import LARGEST, AsJson, RunId, ask
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
 _COLUMNS = (">step", ">responses", ">changed", ">none", ">old mean", ">mean")
@@ -21,8 +21,10 @@ def regrade(
     name: Annotated[
         str, typer.Option(help="Names the result; the same name goes on. Default: the time.")
     ] = "",
-    first: Annotated[int, typer.Option(min=0, help="From this step on.")] = 0,
-    last: Annotated[int, typer.Option(min=-1, help="To this step, included; -1: the newest.")] = -1,
+    first: Annotated[int, typer.Option(min=0, max=LARGEST, help="From this step on.")] = 0,
+    last: Annotated[
+        int, typer.Option(min=-1, max=LARGEST, help="To this step, included; -1: the newest.")
+    ] = -1,
     as_json: AsJson = False,
     coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
 ) -> None:

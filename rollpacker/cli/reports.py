@@ -21,6 +21,7 @@ from rollpacker.v1 import types_pb2
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+LARGEST = 10**9  # of the whole numbers that commands take
 _TEXT_LIMIT = 60
 
 
@@ -75,12 +76,16 @@ def steps(
 
 def samples(
     run_id: RunId,
-    step: Annotated[int, typer.Argument(min=0, help="The step, from 0.")],
-    to: Annotated[int | None, typer.Option(min=0, help="The last step; default: STEP.")] = None,
+    step: Annotated[int, typer.Argument(min=0, max=LARGEST, help="The step, from 0.")],
+    to: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST, help="The last step; default: STEP.")
+    ] = None,
     prompt: Annotated[str, typer.Option(help="Of this prompt only.")] = "",
     min_reward: Annotated[float | None, typer.Option(help="With at least this reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="With at most this reward.")] = None,
-    min_tokens: Annotated[int, typer.Option(min=0, help="Of at least so many tokens.")] = 0,
+    min_tokens: Annotated[
+        int, typer.Option(min=0, max=LARGEST, help="Of at least so many tokens.")
+    ] = 0,
     text: Annotated[bool, typer.Option("--text", help="Whole responses, not their start.")] = False,
     as_json: AsJson = False,
     coordinator: CoordinatorAddress = DEFAULT_ADDRESS,

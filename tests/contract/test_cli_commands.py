@@ -217,7 +217,7 @@ def test_settings_prompts_and_draws_of_a_run_are_changed(
     changes = ("trainer.learning_rate=0.5", "max_steps=7")
     assert invoke(coordinator, "update", "changed", *changes)[0] == 0
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt_id": "a"}\n\n{"prompt_id": "b"}\n')
+    rows.write_text('{"prompt_id": "a\u2028"}\r\n\n{"prompt_id": "b"}\n', encoding="utf-8")
     assert "2 prompts added" in invoke(coordinator, "add", "changed", rows)[1]
     assert invoke(coordinator, "drop", "changed", "0:p9", "--reason", "wrong")[0] == 0
     out = invoke(coordinator, "status", "changed")[1]
@@ -230,7 +230,10 @@ def test_settings_prompts_and_draws_of_a_run_are_changed(
     ("command", "said"),
     [
         (("update", "x", "trainer.learning_rate"), "write section.key=value"),
+        (("update", "x", "max_steps=3", "max_steps.x=1"), "sets a part of a value"),
+        (("update", "x", "max_steps=["), "is not YAML"),
         (("drop", "x", "p9", "--reason", "r"), "is not EPOCH:PROMPT"),
+        (("drop", "x", f"{1 << 63}:p9", "--reason", "r"), "is not EPOCH:PROMPT"),
         (("add", "x", "/nowhere.jsonl"), "cannot be read as JSONL"),
     ],
 )
@@ -240,3 +243,20 @@ def test_wrong_words_for_a_change_are_one_line_and_status_2(
     status, _, err = invoke(coordinator, *command)
     assert (status, len(err.splitlines())) == (2, 1)
     assert said in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("resume", "x", "--steps", 1 << 63),
+        ("samples", "x", 1 << 63),
+        ("samples", "x", 0, "--to", 1 << 63),
+        ("requeue", "x", "0:p9", "--level", 1 << 63),
+        ("regrade", "x", "--last", 1 << 63),
+    ],
+)
+def test_a_number_that_no_message_holds_is_status_2(
+    coordinator: str, command: tuple[object, ...]
+) -> None:
+    status, _, err = invoke(coordinator, *command)
+    assert (status, "1000000000" in err) == (2, True)
