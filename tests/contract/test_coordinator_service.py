@@ -25,6 +25,7 @@ from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.contract import fake_workers as fakes
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
+from tests.contract.test_run_control import ask, paused_at
 from tests.tiny_run import run_settings, write_data
 
 __all__ = ["cluster"]  # a fixture
@@ -153,15 +154,14 @@ async def test_a_lost_optimizer_rewinds_the_run_to_the_checkpoint_and_supersedes
     values = run_settings(cluster.directory, prompts=40)
     expected = await undisturbed(cluster, values)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).step < 5:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.2)  # a FinishStep that was under way comes to its end
+        await paused_at(cluster, c, values, 5)
     disk = cluster.trainer.disk
     for version in [v for v in disk.snapshots if v > 2]:
         del disk.snapshots[version]
         del disk.results[version - 1]
     async with coordinator(cluster) as c:
+        await c.start(values)  # waits until the run is taken up
+        await ask(c, "ResumeRun")
         await c.until_ended()
         assert await c.schedule() == expected
     assert await cluster.redis.llen(keys.superseded_steps("r")) >= 3

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ async def paused_at(cluster: Cluster, c: Coordinator, values: dict[str, Any], st
     await ask(c, "ResumeRun", until_step=step)
     gate.set()
     return await until(c, PAUSED)
+
+
+async def paused_when(
+    cluster: Cluster,
+    c: Coordinator,
+    values: dict[str, Any],
+    holds: Callable[[Sequence[types_pb2.Draw]], bool],
+) -> pb.Run:
+    """Start run r and let it go step by step to where something holds for its deferred draws."""
+    run = await paused_at(cluster, c, values, 1)
+    while not holds((await ask(c, "ListDeferredDraws")).draws):
+        await ask(c, "ResumeRun", until_step=run.step + 1)
+        run = await until(c, PAUSED)
+    return run
 
 
 async def whole(cluster: Cluster, values: dict[str, Any]) -> list[Any]:
@@ -265,12 +280,7 @@ async def test_deferred_draws_keep_the_parameters_that_they_were_first_drawn_wit
 ) -> None:
     values = run_settings(cluster.directory, prompts=80)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).deferred_draw_count < 4:
-            await asyncio.sleep(0.002)
-        await ask(c, "PauseRun", mode=pb.PAUSE_MODE_AFTER_STEP)
-        paused = await until(c, PAUSED)
-        assert paused.deferred_draw_count > 0
+        paused = await paused_when(cluster, c, values, lambda draws: len(draws) >= 4)
         await update(c, sampling={"temperature": 0.5, "max_response_tokens": 60})
         await ask(c, "ResumeRun", until_step=paused.step + 1)
         waiting = await until(c, PAUSED)
@@ -297,13 +307,12 @@ async def test_deferred_draws_keep_the_parameters_that_they_were_first_drawn_wit
 async def test_draws_above_a_lowered_level_move_down_to_it(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=400)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while all(draw.level < 2 for draw in (await ask(c, "ListDeferredDraws")).draws):
-            await asyncio.sleep(0.002)
-        await ask(c, "PauseRun", mode=pb.PAUSE_MODE_IMMEDIATELY)
+        paused = await paused_when(
+            cluster, c, values, lambda draws: any(draw.level == 2 for draw in draws)
+        )
         tail = {"deferral_levels": 1, "speculation_factors": [1.5]}
         await update(c, tail_batching=tail)
-        step = (await c.get()).step
+        step = paused.step
         await ask(c, "ResumeRun", until_step=step + 2)
         await until(c, PAUSED)
         levels = {draw.level for draw in (await ask(c, "ListDeferredDraws")).draws}
@@ -356,11 +365,7 @@ async def test_more_steps_may_be_asked_for_than_the_run_was_started_with(cluster
 async def test_draws_are_dropped_requeued_and_reported(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=40)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).deferred_draw_count < 3:
-            await asyncio.sleep(0.002)
-        await ask(c, "PauseRun", mode=pb.PAUSE_MODE_AFTER_STEP)
-        await until(c, PAUSED)
+        await paused_when(cluster, c, values, lambda draws: len(draws) >= 3)
         queue = (await ask(c, "ListDeferredDraws")).draws
         names = [pb.DrawName(epoch=d.epoch, prompt_id=d.prompt_id) for d in queue]
         await ask(c, "DropDraws", draws=names[:2], reason="wrong reference")
