@@ -20,6 +20,7 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 
 Draws = Annotated[list[str], typer.Argument(metavar="EPOCH:PROMPT", help="As `deferred` lists.")]
 _ROWS_PER_CALL = 500
+_WHOLE = 1 << 53  # a double holds every integer below it
 _EPOCH = re.compile(r"[0-9]{1,9}")
 
 
@@ -174,9 +175,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file. Raises CommandError."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = [json.loads(line, parse_int=_row_integer) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise CommandError(f"{path} cannot be read as JSONL: {error}", WRONG_INPUT) from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise CommandError(f"{path} holds no rows, or one that is no object", WRONG_INPUT)
     return rows
+
+
+def _row_integer(text: str) -> int:
+    """Rows travel in a Struct, whose numbers are doubles. Raises ValueError."""
+    if len(text) > len(str(-_WHOLE)) or abs(int(text)) >= _WHOLE:
+        raise ValueError(f"{text:.40} is too large a number for a row; write it as text")
+    return int(text)

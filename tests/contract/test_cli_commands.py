@@ -218,6 +218,10 @@ def test_settings_prompts_and_draws_of_a_run_are_changed(
     assert invoke(coordinator, "update", "changed", *changes)[0] == 0
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt_id": "a\u2028"}\r\n\n{"prompt_id": "b"}\n', encoding="utf-8")
+    large = tmp_path / "large.jsonl"
+    large.write_text(f'{{"prompt_id": "c", "answer": {1 << 53}}}\n')
+    status, _, err = invoke(coordinator, "add", "changed", large)
+    assert (status, "write it as text" in err) == (2, True)
     assert "2 prompts added" in invoke(coordinator, "add", "changed", rows)[1]
     assert invoke(coordinator, "drop", "changed", "0:p9", "--reason", "wrong")[0] == 0
     out = invoke(coordinator, "status", "changed")[1]
