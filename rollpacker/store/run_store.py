@@ -6,7 +6,8 @@ either the old commit point or the new one, and a coordinator that was replaced 
 
 What people ask for in between stands in two logs that only grow: changes, and added prompts. The
 state says how much of each it contains. That is settled once for each step, when it begins: a step
-that is repeated after a crash contains the same. A rewind goes back in the state, not in the logs,
+that is repeated after a crash contains the same. Only when a run that has stopped or failed goes on
+may its open step begin anew (`reopen_step`), so that a change can mend it. A rewind goes back in the state, not in the logs,
 so what came later is taken up again.
 """
 
@@ -173,6 +174,28 @@ class RunStore:
             scripts.SETTLE_CHANGES,
             [self._state, keys.steps(self.run_id), keys.events(self.run_id), *self._queues],
             [*values, self._queue_argument(state), _KEPT_EVENTS],
+        )
+
+    async def reopen_step(self, fence: int) -> None:
+        """Let the open step, which nobody drives, begin anew where changes wait: it takes them up.
+
+        Its groups are dropped, to be sampled again. A step whose outcome is fixed stays as it is.
+        Repeat: no effect. Raises StaleFenceError, StepMismatchError.
+        """
+        state = await self.load()
+        if state is None or state.begun_step != state.step:
+            return
+        if not await self.changes_from(state.change_count):
+            return
+        step = state.step
+        await self._run(
+            scripts.REOPEN_STEP,
+            [
+                self._state,
+                keys.step_outcome(self.run_id, step),
+                keys.step_samples(self.run_id, step),
+            ],
+            [fence, step, _without_queue(dataclasses.replace(state, begun_step=-1))],
         )
 
     async def commit(self, fence: int, state: RunState, record: StepRecord) -> None:

@@ -36,6 +36,17 @@ return 1
 """
 )
 BEGIN_STEP = _CHECK_FENCE + _CHECK_STEP + "redis.call('HSET', KEYS[1], 'state', ARGV[3]) return 1"
+# KEYS[2] holds the outcome of the step, KEYS[3] its samples.
+REOPEN_STEP = (
+    _CHECK_FENCE
+    + _CHECK_STEP
+    + """
+if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[3])
+redis.call('DEL', KEYS[3])
+return 1
+"""
+)
 SETTLE_CHANGES = (
     _CHECK_FENCE
     + _CHECK_STEP

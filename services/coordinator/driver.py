@@ -49,6 +49,7 @@ from services.coordinator.step_files import StepFiles, in_thread
 from services.coordinator.trainer_client import RewindError, TrainerClient
 from services.coordinator.validation import Validator
 
+_ABANDON_SECONDS = 5.0  # people wait for it
 _log = logging.getLogger(__name__)
 
 
@@ -159,7 +160,7 @@ class RunDriver:
             return
         state = await self._resuming.load()
         try:
-            await self._trainer.abandon_step(state.step)
+            await self._trainer.abandon_step(state.step, _ABANDON_SECONDS)
         except ServiceError as error:
             level = logging.DEBUG if error.reason == "STEP_FINISHED" else logging.WARNING
             _log.log(level, "step %d of %s is not abandoned: %s", state.step, state.run_id, error)

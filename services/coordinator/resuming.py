@@ -36,6 +36,8 @@ class Resuming:
         state = await self.load()
         opened = await self._trainer.open_run()
         state = await self.reconcile(state, opened)
+        if state.begun_step < 0:  # the trainer may hold groups of a step that begins anew
+            await self._trainer.abandon_step(state.step)
         await in_thread(partial(self._context.outputs.begin, state.create_time))
         if state.step:
             await self._files.write(state.step - 1)

@@ -172,6 +172,7 @@ class Runs:
         store, fence = RunStore(self._redis, run_id), self.fence()
         if await store.set_status(fence, "running", only_from=("queued",)):
             _log.info("it is the turn of run %s", run_id)
+            await store.reopen_step(fence)
             await self._begin_or_fail(run_id)
         else:
             self._active = None
@@ -309,6 +310,7 @@ class Runs:
 
     async def _create_and_begin(self, store: RunStore, settings: RunSettings) -> RunState:
         await store.create(await new_state(store.run_id, settings))
+        await store.reopen_step(self.fence())
         await store.set_status(self.fence(), "running")
         try:
             await self._begin(store.run_id)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _AWAY_SECONDS = 600.0  # a restart with a large checkpoint takes minutes
 _OPEN_SECONDS = 600.0
 _SHORT_SECONDS = 60.0
-_ABANDON_SECONDS = 5.0  # people wait for it, and the next StartStep or OpenRun does without
 _UPDATE_SECONDS = 300.0  # of an update, apart from its tokens
 _SLOWEST_TOKENS_PER_SECOND = 50.0  # forward and backward of a 135 M model on one CPU core
 _REOPEN = ("RUN_NOT_OPEN", "STEP_NOT_OPEN")
@@ -110,15 +109,13 @@ class TrainerClient:
         )
         return wire.step_result_from_proto(answer)
 
-    async def abandon_step(self, step: int) -> None:
+    async def abandon_step(self, step: int, seconds: float = _SHORT_SECONDS) -> None:
         """Drop the gradients of a step that will not finish."""
         request = trainer_service_pb2.AbandonStepRequest(
             run_id=self._run_id, step=step, fence=self._fence
         )
         await self._call(
-            lambda stub: stub.AbandonStep(request, timeout=_ABANDON_SECONDS),
-            "AbandonStep",
-            _ABANDON_SECONDS,
+            lambda stub: stub.AbandonStep(request, timeout=seconds), "AbandonStep", seconds
         )
 
     async def save_checkpoint(self) -> int:

@@ -75,6 +75,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.running = 0
         self.token_seconds = 0.0
         self.slots = 6
+        self.context_tokens = 10_000  # of prompt and cap together
         self.group_count = 0  # streams so far
         self.sampled: list[tuple[int, str, float, int]] = []  # step, prompt, temperature, cap
 
@@ -109,6 +110,9 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
             raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", "serves nothing now")
         if request.weight_version != self.spec.weight_version:
             raise FailedPreconditionError("WEIGHT_VERSION_MISMATCH", "other weights")
+        prompt, cap = len(request.prompt_token_ids), request.sampling.max_response_tokens
+        if prompt + cap > self.context_tokens:
+            raise FailedPreconditionError("PROMPT_TOO_LONG", f"{prompt} + {cap}; lower the cap")
         whole = {
             i: fake_tokens(request.draw.seeds[i], request.weight_version) for i in request.indices
         }

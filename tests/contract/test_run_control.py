@@ -182,13 +182,13 @@ async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
 async def test_a_run_pauses_and_stops_at_once_while_its_trainer_hangs(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.coordinator.trainer_client._ABANDON_SECONDS", 0.1)
+    monkeypatch.setattr("services.coordinator.driver._ABANDON_SECONDS", 0.1)
     async with coordinator(cluster) as c:
-        cluster.trainer.abandons.clear()
         gate = cluster.reward.hold()
         await c.start(run_settings(cluster.directory))
         async with asyncio.timeout(60):
             await cluster.reward.asked.wait()
+        cluster.trainer.abandons.clear()
         paused = (await ask(c, "PauseRun", mode=pb.PAUSE_MODE_IMMEDIATELY)).run
         assert paused.state == PAUSED
         stopped = await c.stop(pb.STOP_MODE_IMMEDIATELY)
@@ -347,6 +347,27 @@ async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluste
         with pytest.raises(InvalidArgumentError, match="settings: holds NaN or an infinity"):
             await c.start({"seed": float("nan")}, run_id="other")
         assert (await c.get()).pending_change_count == 0
+
+
+async def test_a_step_that_failed_by_a_setting_begins_anew_with_the_next_value(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=24)
+    for rollout in cluster.rollouts:
+        rollout.context_tokens = 64  # at a cap of 60, prompts of two digits are too long
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 1)
+        await update(c, sampling={"max_response_tokens": 60})
+        await ask(c, "ResumeRun")
+        failed = await c.until_ended(succeeded=False)
+        assert failed.state == pb.Run.STATE_FAILED
+        assert "lower the cap" in failed.failure
+        await update(c, sampling={"max_response_tokens": 50})
+        await c.start(values)
+        await c.until_ended()
+        schedule = await c.schedule()
+    trained = Counter(name for _, draws in schedule for name, _ in draws)
+    assert trained == Counter(f"0:{i}" for i in range(1, 25))
 
 
 async def test_more_steps_may_be_asked_for_than_the_run_was_started_with(cluster: Cluster) -> None:

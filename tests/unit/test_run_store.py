@@ -104,6 +104,28 @@ async def test_a_rewind_restores_state_and_queue_and_supersedes_later_records(
     await store.commit(2, after_step(snapshot), record(1))
 
 
+async def test_an_open_step_begins_anew_for_a_change_unless_its_outcome_is_fixed(
+    redis_client: Redis,
+) -> None:
+    store, state = await committed(redis_client)
+    begun = dataclasses.replace(state, begun_step=1)
+    await store.begin_step(1, begun, changed=False)
+    await redis_client.xadd(keys.step_samples("demo", 1), {"group": b"x"})
+    await store.reopen_step(1)
+    assert await store.load() == begun  # nothing waits for it
+    await store.append_change(1, "{}")
+    await store.save_outcome(1, StepOutcome((DRAW,), after_step(state), record(1)))
+    await store.reopen_step(1)
+    assert await store.load() == begun
+    await redis_client.delete(keys.step_outcome("demo", 1))
+    with pytest.raises(StaleFenceError):
+        await store.reopen_step(0)
+    for _ in range(2):
+        await store.reopen_step(1)
+        assert await store.load() == dataclasses.replace(begun, begun_step=-1)
+        assert await redis_client.exists(keys.step_samples("demo", 1)) == 0
+
+
 async def test_an_outcome_survives_until_it_is_forgotten(redis_client: Redis) -> None:
     store, state = await committed(redis_client)
     outcome = StepOutcome((DRAW,), after_step(state), record(1))
