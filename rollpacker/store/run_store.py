@@ -7,8 +7,8 @@ either the old commit point or the new one, and a coordinator that was replaced 
 What people ask for in between stands in two logs that only grow: changes, and added prompts. The
 state says how much of each it contains. That is settled once for each step, when it begins: a step
 that is repeated after a crash contains the same. Only when a run that has stopped or failed goes on
-may its open step begin anew (`reopen_step`), so that a change can mend it. A rewind goes back in the state, not in the logs,
-so what came later is taken up again.
+may its open step begin anew (`reopen_step`), so that a change can mend it. A rewind goes back in
+the state, not in the logs, so what came later is taken up again.
 """
 
 from __future__ import annotations
