@@ -1,9 +1,15 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards teach nothing give way to others.
 
-A group is *flat* when none of its responses has an advantage: their rewards are equal, or fewer
-than two of them have one. When more groups are flat than the round launched in excess, the next
-prompts of the data are launched in their stead, one for one. So a step has P0 groups with a
-gradient, unless the data ends, and its loss is still divided by numbers of the settings alone.
+A group is *flat* when it was given two rewards or more and none of its responses has an advantage:
+their rewards are equal. One that the reward service gave up on is not: it is trained with advantages
+of zero, as without dynamic sampling. When more groups are flat than the round launched in excess,
+the next prompts of the data are launched in their stead, one for one. So a step has P0 groups, and
+its loss is still divided by numbers of the settings alone.
+
+A round launches at most max_replacements * P0 prompts in place of others: of the replacements, in
+the order of the data, only the first (max_replacements - 1) * P0 give way when they are flat
+themselves; the others are trained as they are. So data whose answers are all the same is trained
+too, and which groups are kept does not depend on timing.
 
 Which groups are flat is known for certain where a round needs to know it: where all draws are kept,
 and ahead of the last winner of a race. Behind it, timing decides whether a loser's rewards are
@@ -28,12 +34,19 @@ class Replacements:
     place that the rest cannot fill any more. It does not look at losers, so timing does not count.
     """
 
-    def __init__(self, plan: RoundPlan, launched: int) -> None:
+    def __init__(self, rules: TailBatchingRules, plan: RoundPlan, launched: int) -> None:
         self.holders = set(plan.protected)  # draws that have a place without racing for it
         self._spare = launched - plan.keep  # entrants of the race beyond its places
         self._flat_holders = 0
         self._flat_racers = 0
         self._asked = 0
+        self._giving_way = (rules.max_replacements - 1) * rules.prompts_per_step  # of those added
+        self._added = 0
+        self._kept: set[DrawId] = set()
+
+    def gives_way(self, draw: DrawId) -> bool:
+        """Whether the group of this draw is dropped if it is flat."""
+        return draw not in self._kept
 
     def note_flat(self, draw: DrawId) -> None:
         """A group is flat; told once of each."""
@@ -44,7 +57,11 @@ class Replacements:
 
     def note_added(self, draws: Iterable[DrawId]) -> None:
         """Replacements that were launched."""
-        self.holders.update(draws)
+        for draw in draws:
+            self.holders.add(draw)
+            self._added += 1
+            if self._added > self._giving_way:
+                self._kept.add(draw)
 
     def take_missing(self) -> int:
         """How many more are needed than were asked for until now; from now on they are."""

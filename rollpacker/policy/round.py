@@ -17,7 +17,7 @@ aborts losers, and emits winners. Groups are emitted in the order of the race, s
 race the trainer sums the same numbers in the same order whatever the timing.
 
 With dynamic sampling a group enters the race when its rewards are known, and leaves it when they
-give no response an advantage: it is *flat* (`rollpacker.policy.flat_groups`). Its bound stands in
+are two or more and give no response an advantage: it is *flat* (`rollpacker.policy.flat_groups`). Its bound stands in
 the race before that, so rewards delay the end of a round and never reorder it.
 
 What never happens: a group is emitted twice, or with fewer than R0 responses; a response is
@@ -91,7 +91,7 @@ class Round:
         race_class = TokenRace if rules.race is RaceKind.TOKENS else ArrivalRace
         self._race: Race = race_class(ids, plan.keep, plan.protected)
         self._keep = plan.keep  # less where the data ends
-        self._replacements = Replacements(plan, len(ids))
+        self._replacements = Replacements(rules, plan, len(ids))
         self._replicas: dict[str, Replica] = {}
         self._ranked: list[DrawId] = []  # winners that are not emitted yet, in order
         self._emitted: list[DrawId] = []
@@ -274,7 +274,8 @@ class Round:
         group.rewards[event.index] = event.reward
         if group.state is not GroupState.FINISHED or not group.is_scored():
             return
-        if any(group.advantages(self._rules.advantages)):
+        is_flat = group.is_flat(self._rules.advantages)
+        if not (is_flat and self._replacements.gives_way(group.draw.id)):
             self._enter_race(group, event.at)
             return
         group.state = GroupState.FLAT

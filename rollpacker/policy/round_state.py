@@ -73,6 +73,11 @@ class Group:
         rewards = [self.rewards[index] for index in indices]
         return tuple(group_advantages(rules, rewards, [self.finished[i] for i in indices]))
 
+    def is_flat(self, rules: AdvantageRules) -> bool:
+        """Whether rewards were given and teach nothing; all responses are scored."""
+        given = [index for index in self.finished if self.rewards[index] is not None]
+        return len(given) >= 2 and not any(self.advantages(rules))
+
     def outstanding_tokens(self) -> int:
         """KV tokens that its open responses are expected to need."""
         each = max(self.expected_tokens, self.longest_tokens)

@@ -55,6 +55,7 @@ class TailBatchingRules:
     max_deferral_age: int = 32  # steps
     advantages: AdvantageRules = GROUP_RELATIVE
     dynamic_sampling: bool = False  # a group without advantages gives its place to a new prompt
+    max_replacements: int = 3  # times P0, at least 1: those new prompts of one round at most
     routing: Routing = Routing.LEAST_TOKENS
 
     def __post_init__(self) -> None:
@@ -63,6 +64,8 @@ class TailBatchingRules:
                 f"prompts_per_step {self.prompts_per_step} and responses_per_prompt"
                 f" {self.responses_per_prompt} must be at least 1"
             )
+        if self.max_replacements < 1:
+            raise ValueError(f"max_replacements {self.max_replacements} must be at least 1")
         if any(not 1.0 < factor <= 2.0 for factor in self.speculation_factors):
             raise ValueError(f"speculation_factors {self.speculation_factors}: each in (1, 2]")
 

@@ -1,7 +1,7 @@
 """One optimizer update from a step's gradient sums: divide once, clip, step.
 
 A gradient that is not finite changes nothing: weights and optimizer stay as they are, and the
-caller is told.
+caller is told. A step without a group moves nothing either, nor by momentum or weight decay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def apply_update(
         gradient.div_(normaliser)
     norm = _whole(torch.nn.utils.get_total_norm(gradients))
     skipped = not math.isfinite(norm.item())
-    if not skipped:
+    if not skipped and sums.micro_batches:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.max_grad_norm, norm)
         optimizer.step()
     accumulator.drop()

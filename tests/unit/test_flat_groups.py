@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -34,20 +35,29 @@ class Case:
     plan: RoundPlan
     launched: int
     lengths: list[list[int]]
-    rewards: list[list[float]]
+    rewards: list[list[float | None]]
     streams: bool
+    max_replacements: int
 
     @property
     def rules(self) -> TailBatchingRules:
         return TailBatchingRules(
-            self.plan.keep, RESPONSES, (2.0,), streams=self.streams, dynamic_sampling=True
+            self.plan.keep,
+            RESPONSES,
+            (2.0,),
+            streams=self.streams,
+            dynamic_sampling=True,
+            max_replacements=self.max_replacements,
         )
 
     def draws(self) -> list[Draw]:
         return [Draw(0, f"p{i}", (1, 2)) for i in range(len(self.lengths))]
 
     def is_flat(self, place: int) -> bool:
-        return len(set(self.rewards[place])) == 1
+        """Whether it gives way: two rewards that are equal, and not of the last replacements."""
+        first, second = self.rewards[place]
+        gives_way = place < self.launched + (self.max_replacements - 1) * self.plan.keep
+        return gives_way and first is not None and first == second
 
     def key(self, place: int) -> tuple[bool, int, int]:
         """Prompts that were added come last, in the order of the data."""
@@ -62,7 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
     launched = keep + (draw(st.integers(0, keep)) if kind is RoundKind.SHORT else 0)
     total = launched + draw(st.integers(0, 6))
     pair = st.lists(st.integers(1, 6), min_size=2, max_size=2)
-    rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2)
+    rewards = st.lists(st.sampled_from([0.0, 1.0, None]), min_size=2, max_size=2)
     protected = draw(st.sets(st.integers(0, launched - 1), max_size=keep))
     names = frozenset(DrawId(0, f"p{i}") for i in protected if kind is RoundKind.SHORT)
     return Case(
@@ -71,6 +81,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.lists(pair, min_size=total, max_size=total)),
         draw(st.lists(rewards, min_size=total, max_size=total)),
         draw(st.booleans()),
+        draw(st.integers(1, 3)),
     )
 
 
@@ -78,7 +89,7 @@ class World(NamedTuple):
     """What every prompt of the data is answered."""
 
     lengths: dict[DrawId, list[int]]
-    rewards: dict[DrawId, list[float]]
+    rewards: dict[DrawId, Sequence[float | None]]
 
 
 class Shell(Engine):
@@ -204,6 +215,39 @@ def test_every_launched_draw_is_trained_deferred_or_dropped_once_and_dropped_onl
     assert len(finish.winners) == case.plan.keep or not shell.left
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), seed=st.integers(0, 2**32))
+def test_however_many_groups_are_flat_a_round_ends_with_a_bounded_number_of_replacements(
+    case, seed
+) -> None:
+    """Every answer is wrong, and the data does not end."""
+    bound = case.max_replacements * case.plan.keep
+    total = case.launched + bound + 1
+    hopeless = replace(case, lengths=[[1, 2]] * total, rewards=[[0.0, 0.0]] * total)
+    shell = play(hopeless, seed)
+    finish = finish_of(shell.done)
+    assert len(shell.taken) <= bound
+    assert len(finish.winners) == case.plan.keep
+    assert all(not any(group.advantages) for group in shell.done.emitted)
+
+
+@pytest.mark.parametrize("rewards", [(None, None), (None, 1.0)])
+def test_a_group_that_the_reward_service_gave_up_on_is_trained_with_advantages_of_zero(
+    rewards,
+) -> None:
+    rules = TailBatchingRules(1, 2, dynamic_sampling=True)
+    draw = Draw(0, "x", (1, 2))
+    round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 2), [draw])
+    round_.handle(ReplicaJoined(0, "a", 100))
+    for index in (0, 1):
+        round_.handle(ResponseFinished(1, draw.id, index, 5))
+    round_.handle(ResponseScored(2, draw.id, 0, rewards[0]))
+    emitted, finish = round_.handle(ResponseScored(2, draw.id, 1, rewards[1]))
+    assert emitted == EmitGroup(draw.id, (0, 1), (0.0, 0.0))
+    assert isinstance(finish, FinishRound)
+    assert (finish.winners, finish.flat, finish.deferred) == ((draw.id,), (), ())
+
+
 def trained_in_an_epoch(rules: TailBatchingRules, world: World, seed: int) -> list[list[DrawId]]:
     """The winners of each step until nothing is left; every prompt is always answered the same."""
     left = [Draw(*draw, (1, 2)) for draw in world.lengths]
@@ -244,8 +288,9 @@ def test_over_a_drained_epoch_exact_trains_every_group_that_is_not_flat_as_synch
         {draw: rewards for draw, (_, rewards) in zip(ids, answers, strict=True)},
     )
     wanted = sorted(draw for draw in ids if len(set(world.rewards[draw])) == 2)
-    synchronous = TailBatchingRules(3, RESPONSES, streams=False, dynamic_sampling=True)
-    exact = TailBatchingRules(3, RESPONSES, (1.75, 2.0), dynamic_sampling=True)
+    unbounded: dict[str, Any] = {"dynamic_sampling": True, "max_replacements": 40}
+    synchronous = TailBatchingRules(3, RESPONSES, streams=False, **unbounded)
+    exact = TailBatchingRules(3, RESPONSES, (1.75, 2.0), **unbounded)
     for rules in (synchronous, exact):
         steps = trained_in_an_epoch(rules, world, seed)
         assert sorted(draw for step in steps for draw in step) == wanted

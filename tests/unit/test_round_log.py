@@ -96,6 +96,12 @@ def test_draws_that_were_added_come_back() -> None:
     assert replayed(read_round(log.lines)) == []
 
 
+def test_a_log_from_before_replacements_were_bounded_is_read() -> None:
+    first = json.loads(RoundLog(ARGUMENTS).lines[0])
+    del first["round"]["rules"]["max_replacements"]
+    assert read_round([json.dumps(first)]).arguments == ARGUMENTS
+
+
 def test_a_command_that_differs_is_found() -> None:
     lines = lines_of(0, 0)
     wrong = [line.replace('"type":"EmitGroup"', '"type":"AbortGroup"', 1) for line in lines]

@@ -254,6 +254,15 @@ def test_a_step_without_groups_is_a_step_of_zeros(model_directory):
     assert torch.equal(step.weights(), before)
 
 
+def test_a_step_without_groups_moves_no_weight_though_the_optimizer_has_momentum(model_directory):
+    step = Step(model_directory, learning_rate=0.1, weight_decay=0.5)
+    step.fill([make_group(0)]).update()
+    before = step.weights()
+    outcome = step.update()
+    assert torch.equal(step.weights(), before)
+    assert (outcome.grad_norm, outcome.skipped) == (0.0, False)
+
+
 def test_the_update_is_clipped_to_the_norm_that_it_reports(model_directory):
     groups = [make_group(i) for i in range(4)]
     free = Step(model_directory, max_grad_norm=1e9).applied_gradient(groups)
