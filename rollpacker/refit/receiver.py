@@ -5,7 +5,8 @@
                            +- kill --+   what is there is hashed, and the rest is asked for
 
 Only `receive` returns a directory, and only a whole one. A version whose manifest has changed (the
-run was rewound) is received anew. The last few versions stay; one receiver uses a root.
+run was rewound) is received anew. The last two versions of a run stay, and none of the runs before
+it: one run is active at a time, and one receiver uses a root.
 """
 
 from __future__ import annotations
@@ -74,8 +75,17 @@ class Receiver:
             if not (self._broadcast_host and await self._broadcast(transfer, partial, manifest)):
                 for name, entry in manifest.files.items():
                     await _twice(transfer, partial / name, entry)
-        await asyncio.to_thread(_finish, partial, whole)
+        await asyncio.to_thread(self._finish, partial, whole)
         return whole
+
+    def _finish(self, partial: Path, whole: Path) -> None:
+        shutil.rmtree(whole, ignore_errors=True)
+        partial.rename(whole)
+        of_this_run = sorted(whole.parent.glob("step_[0-9]*"))[:-_KEEP]
+        of_others = [path for path in self._root.glob("*/") if path != whole.parent]
+        for old in [*of_this_run, *of_others]:
+            if old != whole:
+                shutil.rmtree(old)
 
     async def _broadcast(self, transfer: _Transfer, partial: Path, manifest: Manifest) -> bool:
         """Whether it worked; if not, the stream is the way on."""
@@ -198,11 +208,3 @@ def _append(file: BinaryIO, digest: Any, message: pb.ReadFileResponse) -> None:
         )
     digest.update(message.data)
     file.write(message.data)
-
-
-def _finish(partial: Path, whole: Path) -> None:
-    shutil.rmtree(whole, ignore_errors=True)
-    partial.rename(whole)
-    for old in sorted(whole.parent.glob("step_[0-9]*"))[:-_KEEP]:
-        if old != whole:
-            shutil.rmtree(old)

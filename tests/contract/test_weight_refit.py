@@ -36,9 +36,9 @@ def published(directory: Path, version: int) -> Path:
     return directory
 
 
-def big(root: Path, version: int, seed: int = 0) -> Path:
+def big(root: Path, version: int, seed: int = 0, run_id: str = "run") -> Path:
     """A version of some MiB."""
-    directory = version_directory(root, "run", version)
+    directory = version_directory(root, run_id, version)
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     save_file({"weight": torch.randn(1400, 1000)}, directory / "model.safetensors")
@@ -228,6 +228,19 @@ async def test_a_version_that_was_published_again_is_received_anew(tmp_path):
         there = big(tmp_path / "there", 0, seed=9)
         again = contents(await receives.receive(address, "run", 0))
     assert first != again == contents(there)
+
+
+async def test_two_versions_of_the_present_run_stay_and_none_of_another(tmp_path):
+    received = [("before", 7), ("run", 0), ("run", 1), ("run", 2)]
+    for run_id, version in received:
+        big(tmp_path / "there", version, run_id=run_id)
+    here = tmp_path / "here"
+    async with serving(WeightsServicer(tmp_path / "there")) as address:
+        for run_id, version in received:
+            await receiver(here).receive(address, run_id, version)
+    kept = [path.relative_to(here).as_posix() for path in sorted(here.glob("*/*"))]
+    assert kept == ["run/step_000001", "run/step_000002"]
+    assert [path.name for path in here.iterdir()] == ["run"]
 
 
 async def test_what_is_not_there_is_refused_by_name(tmp_path):
