@@ -17,8 +17,8 @@ aborts losers, and emits winners. Groups are emitted in the order of the race, s
 race the trainer sums the same numbers in the same order whatever the timing.
 
 With dynamic sampling a group enters the race when its rewards are known, and leaves it when they
-are two or more and give no response an advantage: it is *flat* (`rollpacker.policy.flat_groups`). Its bound stands in
-the race before that, so rewards delay the end of a round and never reorder it.
+are two or more and give no response an advantage: it is *flat* (`rollpacker.policy.flat_groups`).
+Its bound stands in the race before that, so rewards delay the end of a round and never reorder it.
 
 What never happens: a group is emitted twice, or with fewer than R0 responses; a response is
 launched again after it finished; a reward decides who is kept, but for flat groups.
