@@ -3,8 +3,8 @@
 A group is *flat* when it was given two rewards or more and none of its responses has an advantage:
 their rewards are equal. One that the reward service gave up on is not: it is trained with
 advantages of zero, as without dynamic sampling. When more groups are flat than the round launched
-in excess, the next prompts of the data are launched in their stead, one for one. So a step has P0 groups, and
-its loss is still divided by numbers of the settings alone.
+in excess, the next prompts of the data are launched in their stead, one for one. So a step has P0
+groups, unless the data ends, and its loss is still divided by numbers of the settings alone.
 
 A round launches at most max_replacements * P0 prompts in place of others: of the replacements, in
 the order of the data, only the first (max_replacements - 1) * P0 give way when they are flat
