@@ -148,15 +148,16 @@ async def test_a_crash_between_finish_step_and_commit_commits_the_same_step(
         assert await c.schedule() == expected
 
 
+@pytest.mark.parametrize("kept", [0, 2])
 async def test_a_lost_optimizer_rewinds_the_run_to_the_checkpoint_and_supersedes(
-    cluster: Cluster,
+    cluster: Cluster, kept: int
 ) -> None:
     values = run_settings(cluster.directory, prompts=40)
     expected = await undisturbed(cluster, values)
     async with coordinator(cluster) as c:
         await paused_at(cluster, c, values, 5)
     disk = cluster.trainer.disk
-    for version in [v for v in disk.snapshots if v > 2]:
+    for version in [v for v in disk.snapshots if v > kept]:
         del disk.snapshots[version]
         del disk.results[version - 1]
     async with coordinator(cluster) as c:
@@ -164,6 +165,7 @@ async def test_a_lost_optimizer_rewinds_the_run_to_the_checkpoint_and_supersedes
         await ask(c, "ResumeRun")
         await c.until_ended()
         assert await c.schedule() == expected
+        assert (await c.runs.get("r")).data_digest
     assert await cluster.redis.llen(keys.superseded_steps("r")) >= 3
 
 
