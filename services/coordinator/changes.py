@@ -111,7 +111,7 @@ def checked_update(state: RunState, later: Sequence[Change], values: Mapping[str
     if "max_steps" in names and changed.max_steps is not None and changed.max_steps <= state.step:
         problem = (
             f"{changed.max_steps} is not above the {state.step} committed steps; give more, or end"
-            " the run with `rollpacker stop` (now) or `rollpacker stop --drain` (after its queue)"
+            " the run with `rollpacker stop` (after this step) or `stop --drain` (after its queue)"
         )
         raise SettingsError([("max_steps", problem)])
     return UpdateSettings(_picked(changed.model_dump(mode="json"), names))
