@@ -56,6 +56,7 @@ class RunOperations:
             return await self._runs.get(run_id)
         active = self._runs.active(run_id)
         if active is None or state.status not in OPEN:
+            self._check_taken_up(state)
             return state
         async with _wishing(active):
             wished = await self._set_status(run_id, "stopping", stop_mode=mode)
@@ -185,6 +186,7 @@ class RunOperations:
         self._runs.fence()
         active = self._runs.active(run_id)
         if active is None or state.status not in OPEN:
+            self._check_taken_up(state)
             remedy = {
                 "queued": "wait for its turn, or take it out with StopRun",
                 "succeeded": "start another one",
@@ -198,6 +200,13 @@ class RunOperations:
         """None while the data of the run is loading: it will find the wish in Redis."""
         active = self._runs.active(run_id)
         return active.control if active else None
+
+    def _check_taken_up(self, state: RunState) -> None:
+        """Raises UnavailableError while this coordinator has not looked for open runs yet."""
+        if state.status in OPEN and self._runs.is_starting:
+            raise UnavailableError(
+                "RUN_STARTING", f"run {state.run_id} is being taken up again; try again"
+            )
 
     async def _changeable(self, run_id: str) -> RunState:
         state = await self._runs.get(run_id)

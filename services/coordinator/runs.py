@@ -279,6 +279,11 @@ class Runs:
         """Whether this coordinator is the one that drives."""
         return self._fence is not None
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a coordinator that has just started still looks for open runs."""
+        return not self._scanned.is_set()
+
     def is_active(self, run_id: str) -> bool:
         """Whether the run is being driven here."""
         return self.active(run_id) is not None

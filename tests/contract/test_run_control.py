@@ -651,3 +651,17 @@ async def test_samples_are_filtered_and_paged_over_steps(
         for bad in (*tokens, {"page_size": 1001}, {"step": 3, "last_step": 1}):
             with pytest.raises(InvalidArgumentError):
                 await ask(c, "ListSamples", **bad)
+
+
+async def test_a_coordinator_that_has_not_looked_for_open_runs_takes_no_wish(
+    cluster: Cluster,
+) -> None:
+    """It would answer as if the run were not driven, and the wish would be lost."""
+    gate = cluster.reward.hold()
+    async with coordinator(cluster) as c, coordinator(cluster, "standby") as standby:
+        await c.start(run_settings(cluster.directory))
+        with pytest.raises(UnavailableError):
+            await standby.stop(pb.STOP_MODE_IMMEDIATELY)
+        assert (await c.get()).state == pb.Run.STATE_RUNNING
+        gate.set()
+        await c.until_ended()
