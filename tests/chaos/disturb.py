@@ -68,8 +68,14 @@ async def linked_stack(
         yield LinkedStack(real, links, [*names, "redis", *ranks])
 
 
-async def disturb(linked: LinkedStack, run_id: str, faults: Sequence[Fault]) -> int:
-    """Carry the faults out; returns how many were recovered from. The run must still go on."""
+async def disturb(
+    linked: LinkedStack, run_id: str, faults: Sequence[Fault], *, held: bool = False
+) -> int:
+    """Carry the faults out; returns how many were recovered from. The run must still go on.
+
+    `held`: the run does not go further than the step of the next fault before that fault; so a run
+    that is faster than its faults is not over before them.
+    """
     recovered = 0
     lasting: list[asyncio.Task[None]] = []
     for fault in faults:
@@ -78,11 +84,15 @@ async def disturb(linked: LinkedStack, run_id: str, faults: Sequence[Fault]) -> 
             await linked.real.stack.wait_ready()
             recovered += len(lasting)
             lasting.clear()
+        if held and not fault.together:
+            await linked.real.go_on_until(run_id, fault.moment.step + 1)
         await linked.real.reach(run_id, fault.moment)
         await asyncio.sleep(fault.delay_seconds)
         lasting.append(asyncio.create_task(_carry_out(linked, fault)))
     await asyncio.gather(*lasting)
     await linked.real.stack.wait_ready()
+    if held:
+        await linked.real.go_on_until(run_id, 0)
     return recovered + len(lasting)
 
 

@@ -107,6 +107,11 @@ class RealStack:
         request = pb.GetRunRequest(run_id=run_id)
         return (await self._call(lambda: self._stub.GetRun(request, timeout=30))).run
 
+    async def go_on_until(self, run_id: str, step: int) -> None:
+        """Let the run go on, and pause when so many steps are committed; 0: to its end."""
+        request = pb.ResumeRunRequest(run_id=run_id, until_step=step)
+        await self._call(lambda: self._stub.ResumeRun(request, timeout=30))
+
     async def workers(self) -> set[str]:
         """Ids of the workers with a lease."""
         request = pb.ListWorkersRequest()
@@ -174,9 +179,9 @@ class RealStack:
     # --- moments ------------------------------------------------------------------------------
 
     async def moment(self, run_id: str) -> Moment:
-        """Where the run is now; it is still running."""
+        """Where the run is now; it has not ended."""
         state: Any = await self.redis.hgetall(keys.state(run_id))
-        assert state[b"status"] == b"running", state
+        assert state[b"status"] in (b"running", b"pausing", b"paused"), state
         step = int(state[b"step"])
         async with self.redis.pipeline(transaction=True) as pipe:
             pipe.exists(keys.step_result(run_id, step))
