@@ -447,11 +447,10 @@ class Round:
         )
 
     def _deferred(self, group: Group) -> DeferredDraw:
-        """The draw one level up. Responses of one launch run in step: each has the mean so far."""
+        """The draw one level up."""
         old = group.draw
         level = min(old.level + 1, self._rules.levels)
-        missing = len(group.missing())
-        so_far = group.running_tokens // missing if missing else 0
+        so_far = group.tokens_so_far()
         kept = range(self._rules.responses_per_prompt)
         return DeferredDraw(
             draw=Draw(old.epoch, old.prompt_id, old.seeds, level, old.first_step),

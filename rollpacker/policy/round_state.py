@@ -55,10 +55,13 @@ class Group:
         self.running_tokens = self.running_decoded = 0
 
     def cut(self) -> None:
-        """Enough responses have finished; the others are let go. They ran in step: each has the
-        mean so far."""
-        if missing := len(self.missing()):
-            self.cut_tokens = (self.running_tokens // missing,) * missing
+        """Enough responses have finished; the others are let go."""
+        self.cut_tokens = (self.tokens_so_far(),) * len(self.missing())
+
+    def tokens_so_far(self) -> int:
+        """Of each unfinished response, by the newest report: they run in step, so all have the
+        mean; 0 when there is none."""
+        return self.running_tokens // max(1, len(self.missing()))
 
     def missing(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.response_count) if i not in self.finished)
@@ -101,11 +104,10 @@ class Replica:
     def load(
         self, name: str, groups: Mapping[DrawId, Group], prompt_tokens: Mapping[DrawId, int]
     ) -> ReplicaLoad:
-        """Its running responses; those of one group have the mean of the group's tokens."""
+        """Its running responses."""
         running = [
-            RunningResponse(prompt_tokens[draw], groups[draw].running_tokens // len(missing))
+            RunningResponse(prompt_tokens[draw], groups[draw].tokens_so_far())
             for draw in self.running
-            if (missing := groups[draw].missing())
-            for _ in missing
+            for _ in groups[draw].missing()
         ]
         return ReplicaLoad(name, self.kv_budget_tokens, tuple(running))
