@@ -2,8 +2,9 @@
 
 One small run goes through it from the host, by the CLI. While it runs, rollout and reward are
 scaled up and down, one container of each service is killed with SIGKILL, and the whole stack is
-restarted. The trained set must be exact all the same: each prompt once, each step full. Not
-collected by `make test`: it needs a Docker engine (engine.py starts one), compose and some minutes.
+restarted. The trained set must be exact all the same: each prompt once, each step full. Prometheus
+watches from the beginning, and in the end answers what the dashboards ask. Not collected by
+`make test`: it needs a Docker engine (engine.py starts one), compose and some minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -27,6 +30,7 @@ from tests.deploy.engine import (
     docker_engine,
     image_sizes,
     make_base_images,
+    prometheus_image,
     run,
 )
 
@@ -34,16 +38,18 @@ pytestmark = pytest.mark.timeout(3600)
 PROMPTS_PER_STEP, STEPS = 4, 80
 PORT = "17777"
 BUILT = "test"
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 TAG = os.environ.get("ROLLPACKER_TAG", "")  # of images that are there; default: build them
 DIRECTORY = Path(os.environ.get("ROLLPACKER_DOCKER_DIRECTORY", "/var/tmp/rollpacker-docker"))
 COMPOSE = os.environ.get("COMPOSE", "docker compose").split()
+OBSERVED = ("--profile", "observability")
 LIMITS = {"coordinator": 600e6, "reward": 800e6, "rollout": 2.5e9, "trainer": 2.5e9}  # bytes
 
 
 class Stack:
     """The stack of deploy/compose.yaml under a project name of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prometheus: str) -> None:
         self.data = directory / "data"
         self.secrets = directory / "secrets"
         self.backups = directory / "backups"
@@ -55,6 +61,7 @@ class Stack:
             "ROLLPACKER_BACKUPS": str(self.backups),
             "ROLLPACKER_TAG": TAG or BUILT,
             "ROLLPACKER_PORT": PORT,
+            "ROLLPACKER_PROMETHEUS_IMAGE": prometheus,
         }
 
     def compose(self, *words: str) -> str:
@@ -82,6 +89,15 @@ class Stack:
         before = self.inspect(container, ".State.StartedAt")
         os.kill(int(self.inspect(container, ".State.Pid")), signal.SIGKILL)
         until(lambda: self.inspect(container, ".State.StartedAt") != before, f"{service} is back")
+
+    def prometheus(self, path: str, **query: str) -> dict[str, Any]:
+        """The `data` of an answer of Prometheus, asked from beside it."""
+        url = f"http://prometheus:9090/api/v1/{path}?{urlencode(query)}"
+        code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=30).read().decode())"
+        said = self.inside(self.containers("coordinator")[0], code)
+        assert said.returncode == 0, said.stderr
+        data: dict[str, Any] = json.loads(said.stdout)["data"]
+        return data
 
     def cli(self, role: str, *words: str) -> subprocess.CompletedProcess[str]:
         """`rollpacker` on the host, with the certificate and token of a role."""
@@ -128,16 +144,17 @@ def stack() -> Iterator[Stack]:
         sizes = image_sizes(TAG or BUILT)
         print(json.dumps({"image_megabytes": {k: round(v / 1e6) for k, v in sizes.items()}}))
         assert all(sizes[service] < LIMITS[service] for service in SERVICES), sizes
-        stack = Stack(DIRECTORY / "stack")
+        stack = Stack(DIRECTORY / "stack", prometheus_image(DIRECTORY))
         shutil.rmtree(DIRECTORY / "stack", ignore_errors=True)
         run(ROOT / "deploy" / "make_secrets.sh", stack.secrets)
         write_job(stack.data)
         try:
             stack.up()
+            stack.compose(*OBSERVED, "up", "--detach", "--no-build", "--no-deps", "prometheus")
             yield stack
         finally:
-            print(stack.compose("logs", "--tail", "15", "--no-color")[-12000:])
-            stack.compose("down", "--volumes", "--timeout", "20")
+            print(stack.compose(*OBSERVED, "logs", "--tail", "15", "--no-color")[-12000:])
+            stack.compose(*OBSERVED, "down", "--volumes", "--timeout", "20")
 
 
 def write_job(data: Path) -> None:
@@ -279,6 +296,36 @@ def test_a_run_survives_scaling_crashes_and_a_restart_with_an_exact_trained_set(
     trained = [draw["prompt_id"] for step in steps for draw in step["draws"]]  # type: ignore[attr-defined]
     assert len(steps) == STEPS
     assert len(trained) == len(set(trained)) == PROMPTS_PER_STEP * STEPS
+
+
+def test_prometheus_sees_every_service_and_can_ask_every_rule(stack: Stack) -> None:
+    def up() -> set[str]:
+        found = stack.prometheus("query", query="up == 1")["result"]
+        return {series["metric"]["service"] for series in found}
+
+    until(lambda: up() == set(SERVICES), "all services are up for Prometheus")
+    groups = stack.prometheus("rules")["groups"]
+    health = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+    assert len(health) == 6
+    assert set(health.values()) <= {"ok", "unknown"}, health  # unknown: not asked yet
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_panel_of_a_dashboard_has_shown_something(stack: Stack, path: Path) -> None:
+    """Over the hours of the test: a series that is there now may be gone with its container."""
+    empty = []
+    for panel in json.loads(path.read_text())["panels"]:
+        shown = 0
+        for target in panel["targets"]:
+            query = target["expr"].replace("$run", "job")
+            now = int(time.time())
+            found = stack.prometheus(
+                "query_range", query=query, start=str(now - 7200), end=str(now), step="5"
+            )
+            shown += len(found["result"])
+        if not shown:
+            empty.append(panel["title"])
+    assert not empty
 
 
 def test_the_run_is_backed_up_and_restored_by_one_command(stack: Stack) -> None:

