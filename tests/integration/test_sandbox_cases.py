@@ -53,6 +53,16 @@ def test_a_case_finds_nothing_of_the_case_before_it(grader: CodeGrader) -> None:
     assert verdict(grader, program, tests=[["", "[]"], ["", "[]"]]) == "CORRECT"
 
 
+def test_a_case_neither_reads_nor_pays_for_the_standard_error_of_the_case_before_it(
+    grader: CodeGrader,
+) -> None:
+    program = (
+        "import os, sys\nsys.stderr.write('x' * (3 << 20))\n"
+        "try: os.pread(2, 1, 0)\nexcept OSError: print(1)"
+    )
+    assert verdict(grader, program, tests=[["", "1"]] * 8) == "CORRECT"
+
+
 def test_input_that_is_not_read_does_not_disturb_the_next_case(grader: CodeGrader) -> None:
     tests = [["x" * 3_000_000, "1"], ["y" * 3_000_000, "1"], ["", "1"]]
     assert verdict(grader, "print(1)", tests=tests) == "CORRECT"

@@ -37,6 +37,12 @@ PROGRAM_CHEATS = {
     "libc.process_vm_readv(os.getppid(), b, 1, b, 1, 0)\nprint(b.raw)",
     "the runner killed": "import os\nos.kill(os.getppid(), 9)",
     "every process killed": "import os\nos.kill(-1, 9)",
+    "the runner killed by way of a pipe": "import fcntl, os, time\nr, w = os.pipe()\n"
+    "fcntl.fcntl(r, 8, os.getppid())\nfcntl.fcntl(r, 10, 9)\n"
+    "fcntl.fcntl(r, 4, os.O_ASYNC | os.O_NONBLOCK)\nos.write(w, b'x')\ntime.sleep(1)",
+    "the runner stopped by way of a pipe": "import fcntl, os, time\nr, w = os.pipe()\n"
+    "fcntl.fcntl(r, 8, os.getppid())\nfcntl.fcntl(r, 10, 19)\n"
+    "fcntl.fcntl(r, 4, os.O_ASYNC | os.O_NONBLOCK)\nos.write(w, b'x')\ntime.sleep(1)",
     "standard input as the answer": "import sys\nprint(sys.stdin.read())",
 }  # fmt: skip
 

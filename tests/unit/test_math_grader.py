@@ -101,6 +101,19 @@ def test_plain_answers_need_no_worker(case_id: str) -> None:
         ("0.28", "28\\%"),
         ("\\$5.00", "5"),
         ("\\emptyset", "\\varnothing"),
+        ("12", "\u200f12\u200b"),
+        ("1000", "1\\,000"),
+        ("1000000", "1 000 000"),
+        ("101_2", "101_{2}"),
+        ("3\\text{ cm}^2", "3"),
+        ("5", "\u20ac5"),
+        ("x", "\\frac{x^2}{x}"),
+        ("(-\\infty,\\infty)", "\\mathbb{R}"),
+        ("x\\in\\mathbb R", "\\text{all real numbers}"),
+        (
+            "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}",
+            "\\left[\\begin{array}{cc}1&2\\\\3&4\\end{array}\\right]",
+        ),
     ],
 )
 def test_the_same_mathematics_in_another_spelling_is_correct(answer: str, response: str) -> None:
@@ -130,6 +143,13 @@ def test_the_same_mathematics_in_another_spelling_is_correct(answer: str, respon
         ("10:30", "10:31"),
         ("1,2,3", "1,2,4"),
         ("listen", "silent"),
+        ("12", "\u202e21"),
+        ("1,000", "(1,0)"),
+        ("x_{1}2", "x_{12}"),
+        ("\\mathbb{R}", "(0,\\infty)"),
+        ("\\sqrt{2}", "\\sqrt{2+10^{-300}}"),
+        ("2x", "2x+10^{-10000}x^2"),
+        ("x^2y", "x^{2.0000000000000000000000000000001}y"),
     ],
 )
 def test_what_only_looks_alike_is_incorrect(answer: str, response: str) -> None:

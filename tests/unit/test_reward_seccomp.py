@@ -82,6 +82,15 @@ def test_signals_reach_only_the_own_process(machine: str) -> None:
 
 
 @both
+def test_descriptors_send_no_signals_and_hold_no_leases(machine: str) -> None:
+    fcntl = seccomp._FCNTL[seccomp.MACHINES.index(machine)]
+    for harmless in (0, 3, 4, 1030):  # F_DUPFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+        assert decide(machine, fcntl, 0, harmless) == ALLOW
+    for command in (8, 10, 15, 1024, 1026):  # F_SETOWN, F_SETSIG, F_SETOWN_EX, leases, notices
+        assert decide(machine, fcntl, 0, command) == errno.EPERM
+
+
+@both
 def test_terminals_stay_out_of_reach(machine: str) -> None:
     ioctl = seccomp._IOCTL[seccomp.MACHINES.index(machine)]
     assert decide(machine, ioctl, 0, 0x5401) == ALLOW  # isatty

@@ -2,7 +2,8 @@
 
 `expressions` reads the text. What it cannot read equals nothing but the same text, which was
 compared before. Two values are first compared in numbers at fixed sample points, which decides
-nearly all that differ; then exactly, so that 1/2004! is not 1/2006!.
+nearly all that differ; then exactly, so that 1/2004! is not 1/2006!. The comparison has as many
+digits as the largest number written down, so that sqrt(2 + 10^-300) is not sqrt(2).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sympy
 from services.reward.graders.answers import Relation
 from services.reward.graders.expressions import UnreadableError, read_expression
 
-_DIGITS = 40  # of the comparison in numbers
-_CLOSE = sympy.Float("1e-25", _DIGITS)  # relative difference that rounding can explain
+_DIGITS = 40  # of the comparison in numbers, beyond those of the largest number
+_SPARE_DIGITS = 15  # of these; rounding may take them
+_BITS_PER_DIGIT = 3
 _SAMPLES = tuple(
     sympy.Rational(numerator, 1009) for numerator in (738, 1399, 2256)
 )  # for the symbols, in turn
@@ -85,25 +87,41 @@ def _same_expression(left: Any, right: Any, tolerance: Fraction) -> bool:
     if not tolerance and {left.is_rational, right.is_rational} == {True, False}:
         return False  # however many digits they share
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
-    if not all(_close_at(left, right, symbols, shift, tolerance) for shift in range(len(_SAMPLES))):
+    digits = _DIGITS + max(_digits(left), _digits(right))
+    points = [_point(symbols, shift) for shift in range(len(_SAMPLES))]
+    if not all(_close_at(point, left, right, tolerance, digits) for point in points):
         return False
     difference = sympy.simplify(left - right)
     if difference.is_Rational:
         return bool(abs(difference) <= sympy.Rational(tolerance.numerator, tolerance.denominator))
-    return True  # equal to 25 digits at every point, and simplify found nothing against it
+    return True  # equal in numbers at every point, and simplify found nothing against it
 
 
-def _close_at(left: Any, right: Any, symbols: list[Any], shift: int, tolerance: Fraction) -> bool:
-    """Whether both have nearly the same number at one sample point."""
-    point = {
+def _digits(expression: Any) -> int:
+    """How many digits the largest number in an expression has; 0 when none is beyond a few."""
+    numbers = expression.atoms(sympy.Rational)
+    bits = max((number.p.bit_length() + number.q.bit_length() for number in numbers), default=0)
+    return bits // _BITS_PER_DIGIT if bits > _DIGITS else 0
+
+
+def _point(symbols: list[Any], shift: int) -> dict[Any, Any]:
+    """A value for each symbol."""
+    return {
         symbol: _SAMPLES[(index + shift) % len(_SAMPLES)] + index
         for index, symbol in enumerate(symbols)
     }
-    first, second = (side.evalf(_DIGITS, subs=point) for side in (left, right))
+
+
+def _close_at(
+    point: dict[Any, Any], left: Any, right: Any, tolerance: Fraction, digits: int
+) -> bool:
+    """Whether both have nearly the same number at one point."""
+    first, second = (side.evalf(digits, subs=point, maxn=2 * digits) for side in (left, right))
     if not (first.is_number and second.is_number):
         return False
     if not (first.is_finite and second.is_finite):
         return bool(first == second)
     scale = max(abs(first), abs(second))
-    allowed = scale * _CLOSE + sympy.Float(float(tolerance), _DIGITS)
+    close = sympy.Float(10, digits) ** (_SPARE_DIGITS - digits)
+    allowed = scale * close + sympy.Float(float(tolerance), digits)
     return bool(abs(first - second) <= allowed)

@@ -82,6 +82,10 @@ _OR = re.compile(r"[,;]|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _MATRIX = re.compile(r"\\begin\s*\{([pbv]?matrix)\}(.*)\\end\s*\{\1\}", re.DOTALL)
+_ARRAY = re.compile(
+    r"[(\[]\s*\\begin\s*\{array\}\s*\{[clr| ]*\}(.*)\\end\s*\{array\}\s*[)\]]", re.DOTALL
+)
+_REALS = re.compile(r"\\mathbb\s*(?:\{\s*R\s*\}|R)|(?i:all real numbers|all reals)")
 _VARIABLE = re.compile(r"(?:[A-Za-df-z]|\\(?!pi|infty)[a-z]+)(?:_\{?\w+\}?)?")
 _CHOICE = re.compile(r"\(?([A-Za-df-hj-z])\)?")  # not e and i, which are numbers
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
@@ -122,8 +126,10 @@ def _parse(text: str, depth: int) -> Answer:
 def _parse_composite(text: str, depth: int) -> Answer | None:
     if member := _MEMBER.match(text):
         return _parse(text[member.end() :], depth)
-    if matrix := _MATRIX.fullmatch(text):
-        return _matrix(matrix[2], depth)
+    if _REALS.fullmatch(text):
+        return _interval(_End(True, "-\\infty", "("), _End(False, "\\infty", ")"), depth)
+    if matrix := _MATRIX.fullmatch(text) or _ARRAY.fullmatch(text):
+        return _matrix(matrix[matrix.lastindex or 0], depth)
     parts = list(_split(text, _CUP))
     if len(parts) > 1:
         return Union(tuple(_parse(part, depth) for part in parts))

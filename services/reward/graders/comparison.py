@@ -87,6 +87,10 @@ class Comparison:
                 return self.same_parts(reference, right)
             case ((Number() | Expression()), (Number() | Expression())):
                 return self._same_value(reference, answer)
+            case (Words(), Expression()) if len(reference.text) == 1:
+                return self.same(Expression(reference.text), answer)
+            case (Expression(), Words()) if len(answer.text) == 1:
+                return self.same(reference, Expression(answer.text))
             case (Collection("{" | "", (only,)), _):
                 return self.same(only, answer)
             case (_, Collection("{" | "", (only,))):

@@ -13,8 +13,12 @@ _CHARACTERS = str.maketrans(
         "−": "-", "–": "-", "—": "-", "﹣": "-", "－": "-", "∗": "*", "·": "\\cdot ",
         "×": "\\times ", "÷": "/", "⁄": "/", "∞": "\\infty ", "π": "\\pi ", "√": "\\sqrt ",
         "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "±": "\\pm ", "∈": "\\in ",
-        "°": " degrees ", "²": "^{2}", "³": "^{3}", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
-        "，": ",", "（": "(", "）": ")", "％": "%", "$": "", "`": "",
+        "°": " degrees ", "²": "^{2}", "³": "^{3}", "\u00a0": " ", "\u202f": "\\,", "\u2009": "\\,",
+        "，": ",", "（": "(", "）": ")", "％": "%", "$": "", "€": "", "£": "", "`": "",
+        "ℝ": "\\mathbb{R}",
+        # Marks that are not seen and move nothing. Those that turn a text around stay.
+        "\u200b": "", "\u200c": "", "\u200d": "", "\u200e": "", "\u200f": "", "\u2060": "",
+        "\ufeff": "", "\u00ad": "",
     }
 )  # fmt: skip
 _SYNONYMS = tuple(
@@ -23,6 +27,7 @@ _SYNONYMS = tuple(
         (r"\\!|\\displaystyle(?![A-Za-z])|\\limits(?![A-Za-z])", ""),
         (r"\\[()\[\]]", ""),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])", ""),
+        (r"(?<=\d)\\[,; ](?=\d{3}(?!\d))", ""),  # a thin space between thousands
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
         (r"\{,\}", ","),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -36,6 +41,7 @@ _SYNONYMS = tuple(
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"_\{(\d+|[A-Za-z])\}(?!\d)", r"_\1"),
         (r"\\(?:dots|cdots|ldots)(?![A-Za-z])|…|\.\.\.", r"\\ldots "),
     )
 )
@@ -43,6 +49,7 @@ _FONT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|boldsymbol|
 _FONT_GROUP = re.compile(_FONT + r"\*?\s*\{([^{}]*)\}")
 _FONT_LETTER = re.compile(_FONT + r"\s+([A-Za-z])(?![A-Za-z])")
 _SPACES = re.compile(r"\s+")
+_BEFORE_POWER = re.compile(r"\s+\^")
 _MAX_NESTED_FONTS = 4
 _EDGES = re.compile(r"^[*_\s]+|[*_\s.,;:]+$")  # markdown, and the end of a sentence
 
@@ -56,7 +63,7 @@ def normalise(text: str) -> str:
         text, count = _FONT_GROUP.subn(r" \1 ", text)
         if not count:
             break
-    text = _FONT_LETTER.sub(r" \1", text)
+    text = _BEFORE_POWER.sub("^", _FONT_LETTER.sub(r" \1", text))
     return _without_outer_braces(_EDGES.sub("", _SPACES.sub(" ", text)))
 
 

@@ -1,6 +1,6 @@
 """Exact rational numbers as people write them; pure text rules, bounded in size.
 
-Read are integers, decimals, thousands separators, percentages, fractions (`71/6`, `\\frac{1}{2}`,
+Read are integers, decimals, thousands separators (comma or space), percentages, fractions (`71/6`, `\\frac{1}{2}`,
 `\\frac12`), mixed numbers (`11 5/6`), scientific notation and small powers (`2^{10}`), each with an
 optional currency or unit. A decimal is exactly the fraction that its digits say.
 """
@@ -21,7 +21,7 @@ _FRACTION = (
     r"\s*(?:\{\s*(?P<bottom>\d+(?:\.\d+)?)\s*\}|(?P<bottom_digit>\d))"
     rf"|(?P<over>{_DECIMAL})\s*/\s*(?P<under>{_DECIMAL}))"
 )
-_PLAIN = re.compile(rf"{_SIGN}(?P<decimal>{_DECIMAL})")
+_PLAIN = re.compile(rf"{_SIGN}(?P<decimal>{_DECIMAL}|\d{{1,3}}(?: \d{{3}})+(?:\.\d*)?)")
 _RATIO = re.compile(rf"{_SIGN}{_FRACTION}")
 _MIXED = re.compile(rf"{_SIGN}(?P<whole>\d+)(?:\s+|(?=\\frac)){_FRACTION}")
 _SCIENTIFIC = re.compile(
@@ -73,7 +73,7 @@ def parse_number(text: str) -> Number | None:
 
 def is_grouped(text: str) -> bool:
     """Whether a number has separators that could also separate the items of a list."""
-    return "," in text
+    return "," in text and ",0" not in text
 
 
 def same_number(reference: Number, answer: Number, tolerance: Fraction) -> bool:
@@ -128,7 +128,7 @@ def _ratio(match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction:
-    return Fraction(text.replace(",", "").removesuffix("."))
+    return Fraction(text.replace(",", "").replace(" ", "").removesuffix("."))
 
 
 def _unit_name(text: str) -> str | None:

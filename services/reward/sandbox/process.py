@@ -80,13 +80,15 @@ class Sandbox:
         # Files, not pipes: bubblewrap must not die of SIGPIPE in the middle of its start.
         info = os.fdopen(os.memfd_create("bwrap-info"), "rb")
         log = os.fdopen(os.memfd_create("bwrap-errors"), "rb")
+        # Opened anew, to be written only: a program finds nothing there of the one before it.
+        errors = os.open(f"/proc/self/fd/{log.fileno()}", os.O_WRONLY | os.O_APPEND)
         try:
             command = sandbox_command(settings, theirs.fileno(), info.fileno())
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=log,
+                stderr=errors,
                 env={},
                 pass_fds=(theirs.fileno(), info.fileno()),
             )
@@ -98,6 +100,7 @@ class Sandbox:
             raise SandboxLostError(f"bubblewrap cannot be started: {error}") from error
         finally:
             theirs.close()
+            os.close(errors)
         return cls(process, ours, info, log)
 
     def wait_ready(self) -> None:

@@ -202,6 +202,7 @@ def _next_job(control: Control) -> dict[str, Any] | None:
 def _start(job: dict[str, Any]) -> Child | None:
     """Fork; None in the child, which is then confined."""
     _fresh_directory(job)
+    os.ftruncate(2, 0)  # what the last solution said there would count towards this one's limit
     read_in, write_in = os.pipe()
     read_out, write_out = os.pipe()
     pid = os.fork()

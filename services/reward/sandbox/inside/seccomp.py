@@ -29,7 +29,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
     "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
     "setsockopt": (54, 208), "getsockopt": (55, 209), "exit": (60, 93), "wait4": (61, 260),
-    "uname": (63, 160), "fcntl": (72, 25), "flock": (73, 32), "fsync": (74, 82),
+    "uname": (63, 160), "flock": (73, 32), "fsync": (74, 82),
     "fdatasync": (75, 83), "truncate": (76, 45), "ftruncate": (77, 46), "getdents": (78, None),
     "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, None),
     "mkdir": (83, None), "rmdir": (84, None), "creat": (85, None), "link": (86, None),
@@ -77,7 +77,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {  # EPERM: the reason is wo
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 _IOCTL, _PRCTL = (16, 29), (157, 167)
-_PRLIMIT64, _SOCKETPAIR = (302, 261), (53, 199)
+_FCNTL, _PRLIMIT64, _SOCKETPAIR = (72, 25), (302, 261), (53, 199)
 # fmt: on
 
 MACHINES = ("x86_64", "aarch64")
@@ -86,6 +86,9 @@ _X32_BIT = 0x40000000
 _CLONE_THREAD, _CLONE_NAMESPACES = 0x00010000, 0x7E020000
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, FIONREAD, FIOCLEX...
 _HARMLESS_PRCTLS = (15, 16, 0x53564D41)  # set and get a thread's name, name a mapping
+# DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC, sizes of pipes. Not SETOWN and SETSIG: with
+# them a pipe sends any signal to any process of the same user. No leases, which stop others.
+_HARMLESS_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 _AF_UNIX = 1
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -120,6 +123,7 @@ def program(machine: str, pid: int) -> list[Instruction]:
     for numbers in _SIGNALS.values():
         code += _case(numbers[index], _argument_in(0, (pid,), errno.EPERM))
     code += _case(_IOCTL[index], _argument_in(1, _HARMLESS_IOCTLS, errno.ENOTTY))
+    code += _case(_FCNTL[index], _argument_in(1, _HARMLESS_FCNTLS, errno.EPERM))
     code += _case(_PRCTL[index], _argument_in(0, _HARMLESS_PRCTLS, errno.EPERM))
     code += _case(_PRLIMIT64[index], _argument_in(0, (0, pid), errno.EPERM))
     code += _case(_SOCKETPAIR[index], _argument_in(0, (_AF_UNIX,), errno.EPERM))
