@@ -20,10 +20,18 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "rollpacker"
 _DETAILS = "grpc-status-details-bin"
+# A status travels as metadata, of which gRPC takes 8 KiB: with more of it the caller would see
+# RESOURCE_EXHAUSTED in place of the error. Escaped, the message is threefold; all is in base64.
+_MOST_MESSAGE_BYTES = 1200
+_MOST_VIOLATION_BYTES = 1700  # of all together
+_GAP = b" ... "
 
 
 class ServiceError(Exception):
-    """Something could not be done. The message is short and says what to do about it."""
+    """Something could not be done. The message is short and says what to do about it.
+
+    Of a long message, such as one that quotes a response, the middle is left out.
+    """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
@@ -35,10 +43,10 @@ class ServiceError(Exception):
         violations: Sequence[tuple[str, str]] = (),
         retry_after_seconds: float | None = None,
     ) -> None:
-        super().__init__(message)
         self.reason = reason
-        self.message = message
-        self.violations = tuple(violations)  # (field, what is wrong and how to mend it)
+        self.message = _short(message, _MOST_MESSAGE_BYTES)
+        self.violations = _short_violations(violations)  # (field, what is wrong and how to mend it)
+        super().__init__(self.message)
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
@@ -212,6 +220,22 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
         violations=violations,
         retry_after_seconds=retry_after,
     )
+
+
+def _short_violations(violations: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    if sum(len(what.encode(errors="replace")) for _, what in violations) > _MOST_VIOLATION_BYTES:
+        each = _MOST_VIOLATION_BYTES // len(violations)
+        return tuple((name, _short(what, each)) for name, what in violations)
+    return tuple(violations)
+
+
+def _short(text: str, most_bytes: int) -> str:
+    """The text as far as it fits: its beginning and its end, and no half characters."""
+    data = text.encode(errors="replace")
+    if len(data) > most_bytes:
+        end = most_bytes // 3
+        data = data[: most_bytes - end - len(_GAP)] + _GAP + data[-end:]
+    return data.decode(errors="ignore")
 
 
 def _pack(

@@ -3,8 +3,10 @@
 Service to worker: {"load": kind, "settings": {...}}, {"grade": task} or {"run": program}. Worker to
 service: {"loaded": kind}, {"unavailable": message}; {"score": score}, {"ran": outcome},
 {"bad_reference": message}, {"failed": message} or {"lost": message}. One reply per request, in
-order.
-Nothing is pickled.
+order. Nothing is pickled.
+
+A worker runs reward functions of others, which may write anywhere: what is no message of this form
+is a FramingError, and then nothing that follows it can be trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from services.reward.graders.grader import GradingTask, Score, TestRun
 
 _LENGTH = struct.Struct(">I")
 
+_MOST_BYTES = 1 << 28  # of a message; four printable characters read as a length are more
+
 Message = dict[str, Any]
+
+
+class FramingError(Exception):
+    """The peer sent something else than a message."""
 
 
 def encode(message: Message) -> bytes:
@@ -31,8 +39,12 @@ def encode(message: Message) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
-    """The next message. Raises asyncio.IncompleteReadError when the peer is gone."""
+    """The next message. Raises asyncio.IncompleteReadError when the peer is gone,
+    FramingError.
+    """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > _MOST_BYTES:
+        raise FramingError(f"a message of {length} bytes")
     return _decode(await reader.readexactly(length))
 
 
@@ -84,7 +96,12 @@ def score_from_message(message: Message) -> Score:
 
 
 def _decode(body: bytes) -> Message:
-    message: Message = json.loads(body)
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FramingError(f"no JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise FramingError(f"no object: {message!r:.40}")
     return message
 
 

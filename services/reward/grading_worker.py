@@ -48,10 +48,23 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seal = Seal()
-    with socket.socket(fileno=os.dup(0)) as connection:
+    own_pid = os.getpid()
+    with socket.socket(fileno=_take_connection()) as connection:
         while (request := framing.receive(connection)) is not None:
-            connection.sendall(framing.encode(_answer(request, seal)))
+            reply = framing.encode(_answer(request, seal))
+            if os.getpid() != own_pid:  # a fork that a reward function made and left
+                os._exit(1)
+            connection.sendall(reply)
             _prepare(request)
+
+
+def _take_connection() -> int:
+    """The connection; standard input is empty from then on, for reward functions that read it."""
+    connection = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return connection
 
 
 def _answer(request: framing.Message, seal: Seal) -> framing.Message:

@@ -2,25 +2,27 @@
 
 The judge worker and the side door answer through it. A connection carries one request and is
 closed; each has a thread of its own, of which there are at most so many: further callers get 503 at
-once. A request is refused before its body is read when its path, token or length is wrong. Nothing
-of a request is logged.
+once. A request is refused before its body is read when its path, token or length is wrong, and must
+have arrived within a deadline, however its bytes trickle. Nothing of a request is logged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import json
 import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-_READ_SECONDS = 60.0  # without a byte from the caller
+_READ_SECONDS = 60.0  # until a request has arrived, and until an answer has been taken
 _BUSY_SECONDS = 1.0  # the server waits so long for a caller whom it refuses
 _CONNECTIONS = 512
 _MOST_DIGITS = 18  # of a length
@@ -47,6 +49,7 @@ class JsonServer(ThreadingHTTPServer):
         *,
         most_body_bytes: int,
         most_connections: int = _CONNECTIONS,
+        read_seconds: float = _READ_SECONDS,
     ) -> None:
         if not token:
             raise ValueError("token: is empty; every caller needs one")
@@ -54,6 +57,7 @@ class JsonServer(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listener
         self.token, self.routes, self.most_body_bytes = token, routes, most_body_bytes
+        self.read_seconds = read_seconds
         self._free = threading.BoundedSemaphore(most_connections)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -78,9 +82,30 @@ class JsonServer(ThreadingHTTPServer):
             _log.exception("a request failed")
 
 
+class _Arriving(io.RawIOBase):
+    """The bytes of a request. Raises TimeoutError once the deadline is over."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._deadline = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: JsonServer
-    timeout = _READ_SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Arriving(self.connection, self.server.read_seconds))
 
     def do_POST(self) -> None:
         self._send(*self._answer())
@@ -113,6 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
+        self.connection.settimeout(self.server.read_seconds)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

@@ -13,8 +13,10 @@ waiting for a core. A task that neither computes nor replies ends at WALL_FACTOR
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -143,8 +145,10 @@ class WorkerProcess:
         return ProgramOutcome(**reply["ran"])
 
     async def kill(self) -> None:
-        """End the process and wait until it is gone. Repeat: no effect."""
+        """End the process and what it started, and wait until it is gone. Repeat: no effect."""
         self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # processes of reward functions are in its group
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
 
@@ -173,6 +177,8 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, OSError) as error:
             code = await asyncio.to_thread(self._process.wait)
             raise WorkerLostError(f"grading worker {self.pid} ended with {code}") from error
+        except framing.FramingError as error:
+            raise WorkerLostError(f"grading worker {self.pid} sent {error}") from error
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:

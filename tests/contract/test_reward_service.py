@@ -189,6 +189,7 @@ async def test_an_extracted_answer_is_cut_to_200_characters() -> None:
         ),
         ({"reference_json": "{"}, "reference_json", "JSON"),
         ({"reference_json": "{}"}, "reference_json", "answer"),
+        ({"reference_json": f'{{"answer": ["{"é" * 9999}"]}}'}, "reference_json", "answer: ['éé"),
         (
             {
                 "grader_kind": types_pb2.GRADER_KIND_REASONING_GYM,

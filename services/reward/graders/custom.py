@@ -24,10 +24,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
-import math
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +38,7 @@ from services.reward.graders.grader import (
     GradingTask,
     Score,
 )
+from services.reward.graders.http_client import post_json
 from services.reward.graders.judge import declared_range
 
 STYLES_BY_FILE = ("verl", "trl", "open_r1", "openrlhf")
@@ -102,7 +100,7 @@ class CustomGrader:
             function = self._function(reference.name)
             try:
                 answer = _call(function, reference, task)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise GraderFailedError(
                     f"{reference.name} raised {type(error).__name__}: {error};"
                     f" response {task.response_text!r:.200}"
@@ -130,7 +128,7 @@ class CustomGrader:
         sys.modules[spec.name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise GraderFailedError(
                 f"{file} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
@@ -154,13 +152,14 @@ class CustomGrader:
                 "prompts": [task.prompt_text],
                 "labels": [label],
             }
-        request = urllib.request.Request(  # noqa: S310  a URL of the settings
-            reference.name, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         try:
-            with urllib.request.urlopen(request, timeout=_REMOTE_SECONDS) as reply:  # noqa: S310
-                return json.loads(reply.read(_MOST_ANSWER_BYTES))
-        except (OSError, ValueError) as error:
+            reply = post_json(reference.name, body, _REMOTE_SECONDS, _MOST_ANSWER_BYTES)
+            if 300 <= reply.status < 400:
+                raise GraderFailedError(f"{reference.name}: redirects are not followed: {reply}")
+            if not reply.is_success:
+                raise GradingLostError(f"{reference.name}: {reply}")
+            return json.loads(reply.body)
+        except (OSError, ValueError, RecursionError) as error:
             raise GradingLostError(f"{reference.name}: {error}") from error
 
 
@@ -196,13 +195,13 @@ def _score(reference: CustomReference, answer: Any) -> Score:
     breakdown: dict[str, float] = {}
     value = answer
     if isinstance(value, Mapping):
-        breakdown = {str(k): float(v) for k, v in value.items() if isinstance(v, int | float)}
+        breakdown = {str(name): float(part) for name, part in value.items() if _is_finite(part)}
         value = next((value[key] for key in ("score", "rewards", "reward") if key in value), None)
     if hasattr(value, "tolist"):
         value = value.tolist()
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_finite(value):
         raise GraderFailedError(f"{reference.name} gave {answer!r:.100}, which holds no number")
     if not reference.low <= value <= reference.high:
         raise GraderFailedError(
@@ -212,6 +211,11 @@ def _score(reference: CustomReference, answer: Any) -> Score:
     verdict = Verdict.CORRECT if value == reference.high else Verdict.INCORRECT
     bounds = (reference.low, reference.high)
     return Score(float(value), verdict, breakdown=breakdown, reward_range=bounds)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def parse_reference(reference_json: str) -> CustomReference:

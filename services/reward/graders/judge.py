@@ -19,8 +19,6 @@ import hashlib
 import json
 import math
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +33,7 @@ from services.reward.graders.grader import (
     GradingTask,
     Score,
 )
+from services.reward.graders.http_client import post_json
 
 _KEYS = ("rubric", "reference", "range")
 _VERDICT = re.compile(r"[*_`\s]*VERDICT:[*_`\s]*(\{.*\})[*_`\s]*")
@@ -142,24 +141,18 @@ class JudgeGrader:
             "temperature": 0.0 if attempt == 0 else 0.7,
             "seed": attempt,
         }
-        headers = {"Content-Type": "application/json"}
-        if settings.api_key:
-            headers["Authorization"] = f"Bearer {settings.api_key}"
+        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         url = f"{settings.url.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(  # noqa: S310  http or https, by load
-            url, json.dumps(body).encode(), headers
-        )
         try:
-            with urllib.request.urlopen(request, timeout=settings.timeout_seconds) as reply:  # noqa: S310
-                answer = json.loads(reply.read(_MOST_REPLY_BYTES))
-            return str(answer["choices"][0]["message"]["content"] or "")
-        except urllib.error.HTTPError as error:
-            said = f"judge {url}: {error}: {error.read(1000).decode(errors='replace')}"
-            if error.code >= 500 or error.code in _WORTH_A_RETRY:
-                raise GradingLostError(said) from error
-            raise GraderFailedError(said) from error
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            reply = post_json(url, body, settings.timeout_seconds, _MOST_REPLY_BYTES, headers)
+            if reply.is_success:
+                answer = json.loads(reply.body)
+                return str(answer["choices"][0]["message"]["content"] or "")
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise GradingLostError(f"judge {url}: {type(error).__name__}: {error}") from error
+        if reply.status >= 500 or reply.status in _WORTH_A_RETRY:
+            raise GradingLostError(f"judge {url}: {reply}")
+        raise GraderFailedError(f"judge {url}: {reply}")
 
 
 def judge_messages(rubric: Rubric, prompt: str, response: str) -> list[dict[str, str]]:
@@ -194,7 +187,7 @@ def read_score(reply: str, low: float, high: float) -> float | None:
         value = json.loads(found[1])["score"]
     except (ValueError, LookupError, RecursionError):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if low <= value <= high else None
 

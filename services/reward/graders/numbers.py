@@ -1,8 +1,9 @@
 """Exact rational numbers as people write them; pure text rules, bounded in size.
 
-Read are integers, decimals, thousands separators (comma or space), percentages, fractions (`71/6`, `\\frac{1}{2}`,
-`\\frac12`), mixed numbers (`11 5/6`), scientific notation and small powers (`2^{10}`), each with an
-optional currency or unit. A decimal is exactly the fraction that its digits say.
+Read are integers, decimals, thousands separators (a comma or a space), percentages, fractions
+(`71/6`, `\\frac{1}{2}`, `\\frac12`), mixed numbers (`11 5/6`), scientific notation and small powers
+(`2^{10}`), each with an optional currency or unit. A decimal is exactly the fraction that its
+digits say.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ class Sandbox:
                 stderr=errors,
                 env={},
                 pass_fds=(theirs.fileno(), info.fileno()),
+                start_new_session=True,  # it ends by its socket, not with its worker's group
             )
         except (OSError, SandboxUnavailableError) as error:
             for file in (ours, info, log):

@@ -86,8 +86,8 @@ _X32_BIT = 0x40000000
 _CLONE_THREAD, _CLONE_NAMESPACES = 0x00010000, 0x7E020000
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, FIONREAD, FIOCLEX...
 _HARMLESS_PRCTLS = (15, 16, 0x53564D41)  # set and get a thread's name, name a mapping
-# DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC, sizes of pipes. Not SETOWN and SETSIG: with
-# them a pipe sends any signal to any process of the same user. No leases, which stop others.
+# DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC, sizes of pipes. Not SETOWN and SETSIG:
+# with them a pipe sends any signal to any process of the user. No leases, which stop others.
 _HARMLESS_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 _AF_UNIX = 1
 

@@ -1,0 +1,28 @@
+"""Errors as statuses: what they say fits into what gRPC carries."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollpacker.rpc.errors import InternalError, InvalidArgumentError, to_trailing_metadata
+
+_MOST_METADATA_BYTES = 8192  # gRPC's soft limit
+
+
+@given(st.text(max_size=20), st.sampled_from("xé漢😀\n"), st.integers(0, 9999), st.integers(1, 40))
+def test_the_status_of_any_error_fits_into_metadata(
+    begin: str, character: str, length: int, fields: int
+) -> None:
+    text = begin + character * length
+    error = InvalidArgumentError("INVALID_FIELD", text, violations=[("field", text)] * fields)
+    ((_, status),) = to_trailing_metadata(error)
+    escaped = 3 * len(error.message.encode())
+    assert escaped + 4 * len(status) / 3 < _MOST_METADATA_BYTES
+
+
+def test_a_short_message_stays_and_a_long_one_keeps_its_beginning_and_its_end() -> None:
+    assert InternalError("REASON", "do x").message == "do x"
+    message = InternalError("REASON", f"field: {'漢' * 5000}; do x").message
+    assert message.startswith("field: 漢")
+    assert message.endswith("漢; do x")
