@@ -1,4 +1,4 @@
-"""The commands that only ask: status, steps, samples, deferred, workers."""
+"""The commands that only ask: status, steps, samples, deferred, workers, devices."""
 
 from __future__ import annotations
 
@@ -149,6 +149,20 @@ def workers(as_json: AsJson = False, coordinator: CoordinatorAddress = DEFAULT_A
     ask(coordinator, work)
 
 
+def devices(as_json: AsJson = False, coordinator: CoordinatorAddress = DEFAULT_ADDRESS) -> None:
+    """List the GPUs that workers hold."""
+
+    async def work(server: Coordinator) -> None:
+        found = await server.list_devices()
+        if as_json:
+            print_json(found)
+        else:
+            columns = ("device", "worker", ">fence", ">lease s", ">free GiB at grant")
+            print_table(columns, map(_device_cells, found), "no worker holds a GPU")
+
+    ask(coordinator, work)
+
+
 def _print_run(run: pb.Run) -> None:
     print_table(
         ("", ""),
@@ -227,6 +241,12 @@ def _worker_cells(worker: pb.Worker) -> tuple[str, ...]:
         f"{100 * stats.kv_cache_usage:.0f}",
         str(stats.preemption_count),
     )
+
+
+def _device_cells(lease: pb.DeviceLease) -> tuple[str, ...]:
+    left = wire.timestamp_from_proto(lease.expire_time) - time.time()
+    free = f"{lease.free_bytes / 2**30:.1f}"
+    return (lease.device, lease.worker_id, str(lease.fence), f"{left:.0f}", free)
 
 
 def _when(timestamp: Timestamp) -> str:

@@ -169,6 +169,10 @@ class AsyncClient:
         request = pb.ListDeferredDrawsRequest(run_id=run_id)
         return list((await self._call(self._stub.ListDeferredDraws, request)).dropped)
 
+    async def list_devices(self) -> list[pb.DeviceLease]:
+        """The GPUs that workers hold, by name."""
+        return list((await self._call(self._stub.ListDevices, pb.ListDevicesRequest())).leases)
+
     async def list_workers(self) -> list[pb.Worker]:
         return list((await self._call(self._stub.ListWorkers, pb.ListWorkersRequest())).workers)
 

@@ -144,6 +144,9 @@ class Client:
     def list_dropped_draws(self, run_id: str) -> list[pb.DroppedDraw]:
         return self._wait(self._client.list_dropped_draws(run_id))
 
+    def list_devices(self) -> list[pb.DeviceLease]:
+        return self._wait(self._client.list_devices())
+
     def list_workers(self) -> list[pb.Worker]:
         return self._wait(self._client.list_workers())
 

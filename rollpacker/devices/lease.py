@@ -1,4 +1,4 @@
-"""The leases of the devices of one host: a state machine without clock or I/O.
+"""The leases of all devices: a state machine without clock or I/O.
 
     free ----claim: enough memory is free--------> held by (owner, fence)
     held ----release: its memory is free again---> free
@@ -11,6 +11,9 @@ to a side that has room there, so nobody wakes before the other side's memory is
 release brings the measure too, and is refused while the memory is not back. A process that died
 leaves its memory to the driver; one that only hangs keeps it, so its device cannot be claimed,
 lapsed or not, by a side that needs that memory.
+
+A device is named by its UUID, which no other device in the world has: so nobody needs to agree on
+the names of hosts, and containers that number their GPUs differently cannot mix them up.
 
 What never happens: a device with two owners; a fence that is given twice; a change by a fence that
 is not the device's. An owner that claims again (it was restarted) loses its old fence.
@@ -33,11 +36,11 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class HostDevices:
-    """All leases of a host."""
+class Leases:
+    """All of them."""
 
     fence: int = 0  # the last that was given
-    leases: Mapping[int, Lease] = field(default_factory=dict)  # by device; free ones are left out
+    leases: Mapping[str, Lease] = field(default_factory=dict)  # by device; free ones are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Claim:
     owner: str
     count: int
     needed_bytes: int  # on each
-    free_bytes: Mapping[int, int]  # measured just now, of each device that would do
+    free_bytes: Mapping[str, int]  # measured just now, of each that would do, in driver's order
     seconds: float  # for how long, unless renewed
 
 
@@ -57,7 +60,7 @@ class Grant:
 
     owner: str
     fence: int
-    devices: tuple[int, ...]
+    devices: tuple[str, ...]
 
 
 class DevicesBusyError(Exception):
@@ -72,7 +75,7 @@ class MemoryNotFreedError(Exception):
     """The memory of a device is not back; the lease stays with its owner."""
 
 
-def claim(state: HostDevices, request: Claim, now: float) -> tuple[HostDevices, Grant]:
+def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
     """Give `count` of the devices: first what was the owner's, last what lapsed to another.
 
     Raises DevicesBusyError.
@@ -83,23 +86,23 @@ def claim(state: HostDevices, request: Claim, now: float) -> tuple[HostDevices, 
         for device, free in request.free_bytes.items()
         if (why := _why_not(kept.get(device), request.needed_bytes, free, now))
     }
-    fit = sorted(
-        request.free_bytes.keys() - reasons.keys(),
-        key=lambda device: (device in kept, device not in state.leases, device),
+    fit = sorted(  # stable: else as the driver orders them
+        (device for device in request.free_bytes if device not in reasons),
+        key=lambda device: (device in kept, device not in state.leases),
     )
     if len(fit) < request.count:
-        said = "; ".join(f"device {d}: {why}" for d, why in sorted(reasons.items()))
+        said = "; ".join(f"{d}: {why}" for d, why in sorted(reasons.items()))
         raise DevicesBusyError(
             f"{request.owner} wants {request.count} of {len(request.free_bytes)} devices and"
             f" could have {len(fit)}; {said}"
         )
-    fence, devices = state.fence + 1, tuple(sorted(fit[: request.count]))
+    fence, devices = state.fence + 1, tuple(fit[: request.count])
     expires = now + request.seconds
     given = {d: Lease(request.owner, fence, expires, request.free_bytes[d]) for d in devices}
-    return HostDevices(fence, kept | given), Grant(request.owner, fence, devices)
+    return Leases(fence, kept | given), Grant(request.owner, fence, devices)
 
 
-def renew(state: HostDevices, grant: Grant, seconds: float, now: float) -> HostDevices:
+def renew(state: Leases, grant: Grant, seconds: float, now: float) -> Leases:
     """Hold on, also after the time was over if nobody else came. Raises StaleLeaseError."""
     own = _own(state, grant)
     renewed = {device: replace(lease, expires=now + seconds) for device, lease in own.items()}
@@ -107,8 +110,8 @@ def renew(state: HostDevices, grant: Grant, seconds: float, now: float) -> HostD
 
 
 def release(
-    state: HostDevices, grant: Grant, free_bytes: Mapping[int, int], kept_bytes: int = 0
-) -> HostDevices:
+    state: Leases, grant: Grant, free_bytes: Mapping[str, int], kept_bytes: int = 0
+) -> Leases:
     """Give all devices back, once as much is free on each as when it was given; the owner may stay
     there with `kept_bytes`. Raises StaleLeaseError, MemoryNotFreedError.
     """
@@ -118,18 +121,19 @@ def release(
     }
     over = {device: size for device, size in missing.items() if size > 0}
     if over:
-        said = "; ".join(f"device {d}: {size} bytes" for d, size in sorted(over.items()))
+        said = "; ".join(f"{d}: {size} bytes" for d, size in sorted(over.items()))
         raise MemoryNotFreedError(f"{grant.owner} has not freed its memory: {said}")
     left = {d: lease for d, lease in state.leases.items() if d not in missing}
     return replace(state, leases=left)
 
 
-def _own(state: HostDevices, grant: Grant) -> dict[int, Lease]:
+def _own(state: Leases, grant: Grant) -> dict[str, Lease]:
     """The leases of a grant. Raises StaleLeaseError unless all are there."""
     own = {d: lease for d, lease in state.leases.items() if lease.fence == grant.fence}
-    if tuple(sorted(own)) != grant.devices:
+    if set(own) != set(grant.devices):
         raise StaleLeaseError(
-            f"{grant.owner} with fence {grant.fence} does not hold {grant.devices} any more"
+            f"{grant.owner} with fence {grant.fence} does not hold {', '.join(grant.devices)}"
+            " any more"
         )
     return own
 

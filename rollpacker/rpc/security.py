@@ -44,6 +44,7 @@ _TLS_FIELDS = ("certificate_file", "key_file", "ca_file")
 _OPEN_METHODS = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 _COORDINATOR = "/rollpacker.v1.CoordinatorService/"
 _VIEWER_CALLS = ("Get", "List", "Watch")
+_WORKER_CALLS = ("Heartbeat", "ClaimDevices", "RenewDevices", "ReleaseDevices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def needed_role(method: str) -> str | None:
     if not method.startswith(_COORDINATOR):
         return "service"
     name = method.removeprefix(_COORDINATOR)
-    if name == "Heartbeat":
+    if name in _WORKER_CALLS:
         return "service"
     return "viewer" if name.startswith(_VIEWER_CALLS) else "operator"
 

@@ -22,7 +22,7 @@
 |   {prompt_id}                      |        | ZADD GT by the reward service; expires             |
 | rollpacker:{coordinator}:lease     | string | who coordinates; NX PX                             |
 | rollpacker:{coordinator}:fence     | string | counter: the newest fencing number                 |
-| rollpacker:{devices}:{host}        | string | who holds which GPU of a host (JSON)               |
+| rollpacker:{devices}:leases        | string | who holds which GPU (JSON)                         |
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ RUNS = "rollpacker:runs"
 QUEUE = "rollpacker:queue"
 COORDINATOR_LEASE = "rollpacker:{coordinator}:lease"
 COORDINATOR_FENCE = "rollpacker:{coordinator}:fence"
+DEVICES = "rollpacker:{devices}:leases"
 TRAINER_GROUP = "trainer"  # consumer group of the sample streams
 
 
@@ -95,7 +96,3 @@ def added_prompt_ids(run_id: str) -> str:
 
 def timeout_anchors(run_id: str, prompt_id: str) -> str:
     return _key(run_id, "timeout_anchors", prompt_id)
-
-
-def devices(host: str) -> str:
-    return f"rollpacker:{{devices}}:{host}"

@@ -1483,6 +1483,310 @@ class Worker(_message.Message):
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
 @_typing.final
+class DeviceGrant(_message.Message):
+    """Devices that a worker may use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Whose they are."""
+    fence: _builtins.int
+    """Number of the grant; each is higher than all before it."""
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs, in the driver's order."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        fence: _builtins.int = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "fence", b"fence", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceGrant: _TypeAlias = DeviceGrant  # noqa: Y015
+
+@_typing.final
+class DeviceMemory(_message.Message):
+    """What was measured of a device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its UUID."""
+    free_bytes: _builtins.int
+    """Free, whoever holds the rest."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceMemory: _TypeAlias = DeviceMemory  # noqa: Y015
+
+@_typing.final
+class ClaimDevicesRequest(_message.Message):
+    """Asks for devices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Who asks; see HeartbeatRequest."""
+    count: _builtins.int
+    """How many."""
+    needed_bytes: _builtins.int
+    """What must be free on each."""
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceMemory]:
+        """Those that would do, measured just now, in the driver's order."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        count: _builtins.int = ...,
+        needed_bytes: _builtins.int = ...,
+        memory: _abc.Iterable[Global___DeviceMemory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "memory", b"memory", "needed_bytes", b"needed_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimDevicesRequest: _TypeAlias = ClaimDevicesRequest  # noqa: Y015
+
+@_typing.final
+class ClaimDevicesResponse(_message.Message):
+    """The devices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_FIELD_NUMBER: _builtins.int
+    LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grant(self) -> Global___DeviceGrant:
+        """What the worker may use from now on."""
+
+    @_builtins.property
+    def lease_duration(self) -> _duration_pb2.Duration:
+        """Renew within a third of it."""
+
+    def __init__(
+        self,
+        *,
+        grant: Global___DeviceGrant | None = ...,
+        lease_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_duration", b"lease_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimDevicesResponse: _TypeAlias = ClaimDevicesResponse  # noqa: Y015
+
+@_typing.final
+class RenewDevicesRequest(_message.Message):
+    """Holds on to devices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grant(self) -> Global___DeviceGrant:
+        """As it was given."""
+
+    def __init__(
+        self,
+        *,
+        grant: Global___DeviceGrant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewDevicesRequest: _TypeAlias = RenewDevicesRequest  # noqa: Y015
+
+@_typing.final
+class RenewDevicesResponse(_message.Message):
+    """The lease goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lease_duration(self) -> _duration_pb2.Duration:
+        """Renew within a third of it."""
+
+    def __init__(
+        self,
+        *,
+        lease_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewDevicesResponse: _TypeAlias = RenewDevicesResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseDevicesRequest(_message.Message):
+    """Gives devices back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    kept_bytes: _builtins.int
+    """What the worker may still hold of each, as a process that has used a device does."""
+    @_builtins.property
+    def grant(self) -> Global___DeviceGrant:
+        """As it was given."""
+
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceMemory]:
+        """Each of its devices, measured after the worker let go."""
+
+    def __init__(
+        self,
+        *,
+        grant: Global___DeviceGrant | None = ...,
+        memory: _abc.Iterable[Global___DeviceMemory] | None = ...,
+        kept_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "kept_bytes", b"kept_bytes", "memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseDevicesRequest: _TypeAlias = ReleaseDevicesRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseDevicesResponse(_message.Message):
+    """They are given back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseDevicesResponse: _TypeAlias = ReleaseDevicesResponse  # noqa: Y015
+
+@_typing.final
+class ListDevicesRequest(_message.Message):
+    """Asks who holds which device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDevicesRequest: _TypeAlias = ListDevicesRequest  # noqa: Y015
+
+@_typing.final
+class ListDevicesResponse(_message.Message):
+    """Who holds which device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceLease]:
+        """By device; free ones are not known."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___DeviceLease] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDevicesResponse: _TypeAlias = ListDevicesResponse  # noqa: Y015
+
+@_typing.final
+class DeviceLease(_message.Message):
+    """One device that is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its UUID."""
+    worker_id: _builtins.str
+    """Who holds it."""
+    fence: _builtins.int
+    """Of the grant."""
+    free_bytes: _builtins.int
+    """What was free when it was given."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the lease ends or ended; after that another worker may claim the device."""
+
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        fence: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "expire_time", b"expire_time", "fence", b"fence", "free_bytes", b"free_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceLease: _TypeAlias = DeviceLease  # noqa: Y015
+
+@_typing.final
 class RegradeSamplesRequest(_message.Message):
     """Asks for the samples of a run to be scored again."""
 

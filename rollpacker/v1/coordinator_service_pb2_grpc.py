@@ -125,6 +125,26 @@ class CoordinatorServiceStub:
                 request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.ClaimDevices = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/ClaimDevices',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ClaimDevicesRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ClaimDevicesResponse.FromString,
+                _registered_method=True)
+        self.RenewDevices = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/RenewDevices',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RenewDevicesRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RenewDevicesResponse.FromString,
+                _registered_method=True)
+        self.ReleaseDevices = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/ReleaseDevices',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ReleaseDevicesRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ReleaseDevicesResponse.FromString,
+                _registered_method=True)
+        self.ListDevices = channel.unary_unary(
+                '/rollpacker.v1.CoordinatorService/ListDevices',
+                request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListDevicesRequest.SerializeToString,
+                response_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListDevicesResponse.FromString,
+                _registered_method=True)
         self.RegradeSamples = channel.unary_stream(
                 '/rollpacker.v1.CoordinatorService/RegradeSamples',
                 request_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RegradeSamplesRequest.SerializeToString,
@@ -327,6 +347,46 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClaimDevices(self, request, context):
+        """Gives a worker GPUs to itself, as many as it asks for or none: those that were its own first,
+        then free ones, then those whose owner has not renewed in time. A device is given only where
+        needed_bytes were measured to be free. The grant holds until the lease ends, unless renewed.
+        Repeat: the worker gets devices anew, under a new fence; its old grant is stale.
+        RESOURCE_EXHAUSTED (DEVICES_BUSY): too few can be given now; the message says who holds which,
+        and RetryInfo when to ask again.
+        INVALID_ARGUMENT: BadRequest names the field.
+        UNAVAILABLE (REDIS_AWAY): try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewDevices(self, request, context):
+        """Renews the lease of a grant, also one that has ended if nobody else has claimed its devices.
+        Repeat: renews. FAILED_PRECONDITION (STALE_LEASE): the devices are another's, or under another
+        grant, now: let go of them at once. UNAVAILABLE (REDIS_AWAY): try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseDevices(self, request, context):
+        """Gives the devices of a grant back, once their memory is measured to be free again.
+        FAILED_PRECONDITION (MEMORY_NOT_FREED): it is not; the worker keeps them.
+        FAILED_PRECONDITION (STALE_LEASE): they are not the worker's any more; so on a repeat.
+        INVALID_ARGUMENT: BadRequest names the field. UNAVAILABLE (REDIS_AWAY): try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDevices(self, request, context):
+        """Lists the devices that are held, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegradeSamples(self, request, context):
         """Scores the stored samples of a run again, without inference: one message per step, in order.
         Prompts and references come from the run's data as it is now. The new scores stand beside the
@@ -449,6 +509,26 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersRequest.FromString,
                     response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'ClaimDevices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClaimDevices,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ClaimDevicesRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ClaimDevicesResponse.SerializeToString,
+            ),
+            'RenewDevices': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewDevices,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RenewDevicesRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.RenewDevicesResponse.SerializeToString,
+            ),
+            'ReleaseDevices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseDevices,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ReleaseDevicesRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ReleaseDevicesResponse.SerializeToString,
+            ),
+            'ListDevices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDevices,
+                    request_deserializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListDevicesRequest.FromString,
+                    response_serializer=rollpacker_dot_v1_dot_coordinator__service__pb2.ListDevicesResponse.SerializeToString,
             ),
             'RegradeSamples': grpc.unary_stream_rpc_method_handler(
                     servicer.RegradeSamples,
@@ -948,6 +1028,114 @@ class CoordinatorService:
             '/rollpacker.v1.CoordinatorService/ListWorkers',
             rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersRequest.SerializeToString,
             rollpacker_dot_v1_dot_coordinator__service__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClaimDevices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/ClaimDevices',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ClaimDevicesRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ClaimDevicesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewDevices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/RenewDevices',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RenewDevicesRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.RenewDevicesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseDevices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/ReleaseDevices',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ReleaseDevicesRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ReleaseDevicesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDevices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollpacker.v1.CoordinatorService/ListDevices',
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ListDevicesRequest.SerializeToString,
+            rollpacker_dot_v1_dot_coordinator__service__pb2.ListDevicesResponse.FromString,
             options,
             channel_credentials,
             insecure,

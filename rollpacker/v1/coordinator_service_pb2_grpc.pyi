@@ -144,6 +144,29 @@ class CoordinatorServiceStub:
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListWorkersRequest, _coordinator_service_pb2.ListWorkersResponse]
     """Lists the workers with a lease."""
+    ClaimDevices: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ClaimDevicesRequest, _coordinator_service_pb2.ClaimDevicesResponse]
+    """Gives a worker GPUs to itself, as many as it asks for or none: those that were its own first,
+    then free ones, then those whose owner has not renewed in time. A device is given only where
+    needed_bytes were measured to be free. The grant holds until the lease ends, unless renewed.
+    Repeat: the worker gets devices anew, under a new fence; its old grant is stale.
+    RESOURCE_EXHAUSTED (DEVICES_BUSY): too few can be given now; the message says who holds which,
+    and RetryInfo when to ask again.
+    INVALID_ARGUMENT: BadRequest names the field.
+    UNAVAILABLE (REDIS_AWAY): try again.
+    """
+    RenewDevices: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.RenewDevicesRequest, _coordinator_service_pb2.RenewDevicesResponse]
+    """Renews the lease of a grant, also one that has ended if nobody else has claimed its devices.
+    Repeat: renews. FAILED_PRECONDITION (STALE_LEASE): the devices are another's, or under another
+    grant, now: let go of them at once. UNAVAILABLE (REDIS_AWAY): try again.
+    """
+    ReleaseDevices: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReleaseDevicesRequest, _coordinator_service_pb2.ReleaseDevicesResponse]
+    """Gives the devices of a grant back, once their memory is measured to be free again.
+    FAILED_PRECONDITION (MEMORY_NOT_FREED): it is not; the worker keeps them.
+    FAILED_PRECONDITION (STALE_LEASE): they are not the worker's any more; so on a repeat.
+    INVALID_ARGUMENT: BadRequest names the field. UNAVAILABLE (REDIS_AWAY): try again.
+    """
+    ListDevices: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListDevicesRequest, _coordinator_service_pb2.ListDevicesResponse]
+    """Lists the devices that are held, by name."""
     RegradeSamples: _grpc.UnaryStreamMultiCallable[_coordinator_service_pb2.RegradeSamplesRequest, _coordinator_service_pb2.RegradeSamplesResponse]
     """Scores the stored samples of a run again, without inference: one message per step, in order.
     Prompts and references come from the run's data as it is now. The new scores stand beside the
@@ -283,6 +306,29 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListWorkersRequest, _coordinator_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers with a lease."""
+    ClaimDevices: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ClaimDevicesRequest, _coordinator_service_pb2.ClaimDevicesResponse]  # type: ignore[assignment]
+    """Gives a worker GPUs to itself, as many as it asks for or none: those that were its own first,
+    then free ones, then those whose owner has not renewed in time. A device is given only where
+    needed_bytes were measured to be free. The grant holds until the lease ends, unless renewed.
+    Repeat: the worker gets devices anew, under a new fence; its old grant is stale.
+    RESOURCE_EXHAUSTED (DEVICES_BUSY): too few can be given now; the message says who holds which,
+    and RetryInfo when to ask again.
+    INVALID_ARGUMENT: BadRequest names the field.
+    UNAVAILABLE (REDIS_AWAY): try again.
+    """
+    RenewDevices: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.RenewDevicesRequest, _coordinator_service_pb2.RenewDevicesResponse]  # type: ignore[assignment]
+    """Renews the lease of a grant, also one that has ended if nobody else has claimed its devices.
+    Repeat: renews. FAILED_PRECONDITION (STALE_LEASE): the devices are another's, or under another
+    grant, now: let go of them at once. UNAVAILABLE (REDIS_AWAY): try again.
+    """
+    ReleaseDevices: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ReleaseDevicesRequest, _coordinator_service_pb2.ReleaseDevicesResponse]  # type: ignore[assignment]
+    """Gives the devices of a grant back, once their memory is measured to be free again.
+    FAILED_PRECONDITION (MEMORY_NOT_FREED): it is not; the worker keeps them.
+    FAILED_PRECONDITION (STALE_LEASE): they are not the worker's any more; so on a repeat.
+    INVALID_ARGUMENT: BadRequest names the field. UNAVAILABLE (REDIS_AWAY): try again.
+    """
+    ListDevices: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListDevicesRequest, _coordinator_service_pb2.ListDevicesResponse]  # type: ignore[assignment]
+    """Lists the devices that are held, by name."""
     RegradeSamples: _aio.UnaryStreamMultiCallable[_coordinator_service_pb2.RegradeSamplesRequest, _coordinator_service_pb2.RegradeSamplesResponse]  # type: ignore[assignment]
     """Scores the stored samples of a run again, without inference: one message per step, in order.
     Prompts and references come from the run's data as it is now. The new scores stand beside the
@@ -527,6 +573,53 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_service_pb2.ListWorkersResponse]]:
         """Lists the workers with a lease."""
+
+    @_abc_1.abstractmethod
+    def ClaimDevices(
+        self,
+        request: _coordinator_service_pb2.ClaimDevicesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ClaimDevicesResponse, _abc.Awaitable[_coordinator_service_pb2.ClaimDevicesResponse]]:
+        """Gives a worker GPUs to itself, as many as it asks for or none: those that were its own first,
+        then free ones, then those whose owner has not renewed in time. A device is given only where
+        needed_bytes were measured to be free. The grant holds until the lease ends, unless renewed.
+        Repeat: the worker gets devices anew, under a new fence; its old grant is stale.
+        RESOURCE_EXHAUSTED (DEVICES_BUSY): too few can be given now; the message says who holds which,
+        and RetryInfo when to ask again.
+        INVALID_ARGUMENT: BadRequest names the field.
+        UNAVAILABLE (REDIS_AWAY): try again.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewDevices(
+        self,
+        request: _coordinator_service_pb2.RenewDevicesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.RenewDevicesResponse, _abc.Awaitable[_coordinator_service_pb2.RenewDevicesResponse]]:
+        """Renews the lease of a grant, also one that has ended if nobody else has claimed its devices.
+        Repeat: renews. FAILED_PRECONDITION (STALE_LEASE): the devices are another's, or under another
+        grant, now: let go of them at once. UNAVAILABLE (REDIS_AWAY): try again.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseDevices(
+        self,
+        request: _coordinator_service_pb2.ReleaseDevicesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ReleaseDevicesResponse, _abc.Awaitable[_coordinator_service_pb2.ReleaseDevicesResponse]]:
+        """Gives the devices of a grant back, once their memory is measured to be free again.
+        FAILED_PRECONDITION (MEMORY_NOT_FREED): it is not; the worker keeps them.
+        FAILED_PRECONDITION (STALE_LEASE): they are not the worker's any more; so on a repeat.
+        INVALID_ARGUMENT: BadRequest names the field. UNAVAILABLE (REDIS_AWAY): try again.
+        """
+
+    @_abc_1.abstractmethod
+    def ListDevices(
+        self,
+        request: _coordinator_service_pb2.ListDevicesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ListDevicesResponse, _abc.Awaitable[_coordinator_service_pb2.ListDevicesResponse]]:
+        """Lists the devices that are held, by name."""
 
     @_abc_1.abstractmethod
     def RegradeSamples(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from rollpacker.devices.lease import Leases
 from rollpacker.observability.metric_names import find_metric, prometheus_name
 from rollpacker.observability.metrics import Reading
 from rollpacker.policy.alarms import ALARMS, PREFIX
@@ -24,6 +25,7 @@ async def coordinator_readings(runs: Runs, workers: WorkerRegistry) -> list[Read
             "rollpacker_coordinator_leads", "1 while it holds the lease", float(runs.holds_lease)
         ),
         *_worker_readings(workers),
+        *device_readings(await runs.devices.load()),
     ]
     run_id, progress = runs.active_run_id, runs.progress
     if run_id:
@@ -43,6 +45,13 @@ def _worker_readings(workers: WorkerRegistry) -> Iterator[Reading]:
     for name in pb.WorkerKind.keys()[1:]:
         kind = name.removeprefix("WORKER_KIND_").lower()
         yield Reading("rollpacker_workers", "workers with a lease", alive[name], {"kind": kind})
+
+
+def device_readings(leases: Leases) -> Iterator[Reading]:
+    """Who holds which GPU; nothing where no GPU is held."""
+    for device, lease in sorted(leases.leases.items()):
+        labels = {"device": device, "worker": lease.owner}
+        yield Reading("rollpacker_device_held", "1 while the worker's lease lasts", 1, labels)
 
 
 def run_readings(state: RunState, progress: RoundProgress | None) -> Iterator[Reading]:

@@ -29,6 +29,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from rollpacker.devices.store import DeviceLeases
 from rollpacker.rpc.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -89,6 +90,7 @@ class Runs:
             redis, settings.coordinator_id, settings.coordinator_lease_seconds
         )
         self._queue = RunQueue(redis)
+        self.devices = DeviceLeases(redis, settings.device_lease_seconds)
         self._fence: int | None = None
         self._active: ActiveRun | None = None
         self._scanned = asyncio.Event()  # an open run would have been found by now

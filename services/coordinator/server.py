@@ -18,6 +18,7 @@ from rollpacker.store.run_store import StoredEvent
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator import messages
 from services.coordinator.control_server import ControlServicer
+from services.coordinator.device_server import DeviceServicer
 from services.coordinator.regrade import regrade_samples
 from services.coordinator.runs import Runs
 from services.coordinator.samples_page import samples_page
@@ -34,12 +35,14 @@ _REVISION_PARTS_BELOW = 1 << 64
 _ENDED = ("succeeded", "failed", "stopped")
 
 
-class CoordinatorServicer(ControlServicer):
-    """See coordinator_service.proto; the calls that change a run are in `control_server`."""
+class CoordinatorServicer(ControlServicer, DeviceServicer):
+    """See coordinator_service.proto; the calls that change a run are in `control_server`, those
+    about devices in `device_server`."""
 
     def __init__(self, runs: Runs, workers: WorkerRegistry) -> None:
         super().__init__(runs)
         self._workers = workers
+        self._devices = runs.devices
 
     async def StartRun(self, request: pb.StartRunRequest, context: _Context) -> pb.StartRunResponse:
         values = read_struct("settings", request.settings)

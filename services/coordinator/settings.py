@@ -24,6 +24,9 @@ class CoordinatorSettings(ServiceSettings):
     )
     coordinator_lease_seconds: float = Field(10, gt=0, description="a standby waits so long")
     worker_lease_seconds: float = Field(6, gt=0, description="a silent worker is lost after it")
+    device_lease_seconds: float = Field(
+        30, gt=0, description="a GPU whose owner has not renewed for so long may be claimed"
+    )
     web_address: str = Field("", description="host:port of the web page; default: there is none")
     web_token_file: Path | None = Field(
         None, description="the token that readers of the web page must know, 16 characters or more"

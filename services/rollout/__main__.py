@@ -11,6 +11,8 @@ import sys
 import torch
 import uvloop
 
+from rollpacker.devices.holder import worker_devices
+from rollpacker.devices.memory import Meter
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
 from rollpacker.observability.tracing import set_up_tracing
@@ -38,7 +40,9 @@ def main() -> None:
 
 async def run(settings: RolloutServiceSettings) -> None:
     """The life of one replica."""
-    engine = make_engine(settings)
+    meter = settings.meter()
+    devices = worker_devices(settings, meter, bound=settings.engine == "torch")
+    engine = make_engine(settings, meter)
     receiver = Receiver(
         settings.weights_root / "received" / settings.worker_id,
         seconds=settings.refit_seconds,
@@ -48,6 +52,8 @@ async def run(settings: RolloutServiceSettings) -> None:
         engine,
         replica_id=settings.worker_id,
         weights=WeightsSource(settings.weights_root, receiver),
+        devices=devices,
+        device_count=settings.device_count,
     )
     server = RpcServer(
         settings.address,
@@ -74,15 +80,16 @@ async def run(settings: RolloutServiceSettings) -> None:
             lambda: engine_readings(engine.stats(), servicer.weight_version),
         )
 
-    background = [watch, heartbeat, metrics, servicer.hand_back_at_the_end]
+    background = [watch, heartbeat, metrics, devices.keep, servicer.hand_back_at_the_end]
     try:
         await serve(server, address_file=settings.address_file, background=background)
     finally:
         await engine.close()
+        await devices.leave()
 
 
-def make_engine(settings: RolloutServiceSettings) -> Engine:
-    """The engine that the settings ask for."""
+def make_engine(settings: RolloutServiceSettings, meter: Meter | None) -> Engine:
+    """The engine that the settings ask for; it tells the meter what it holds."""
     if settings.engine == "sglang":
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call
         return SglangEngine(
@@ -108,6 +115,7 @@ def make_engine(settings: RolloutServiceSettings) -> Engine:
         dtype=settings.dtype,
         threads=settings.threads,
         silence_seconds=settings.silence_seconds,
+        holds=meter.hold if meter else None,
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import grpc.aio
 
 from rollpacker import wire
+from rollpacker.devices.holder import Devices, NoDevices
 from rollpacker.rpc import errors
 from rollpacker.rpc.server import RpcServer
 from rollpacker.types import EngineSpec
@@ -46,8 +47,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     """One engine; every method is a contract of rollout_service.proto."""
 
-    def __init__(self, engine: Engine, *, replica_id: str, weights: WeightsSource) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        replica_id: str,
+        weights: WeightsSource,
+        devices: Devices | None = None,
+        device_count: int = 1,
+    ) -> None:
+        """`device_count`: that the engine needs where a spec names no tensor-parallel size."""
         self._engine = engine
+        self._devices = devices or NoDevices()
+        self._device_count = device_count
         self._replica_id = replica_id
         self._weights = weights
         self._spec = _NO_SPEC
@@ -133,22 +145,34 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             if spec.tensor_parallel_size == 0:
                 size = before.tensor_parallel_size
                 spec = dataclasses.replace(spec, tensor_parallel_size=size)
-            if dataclasses.replace(spec, weights_address=before.weights_address) == before:
+            is_same = dataclasses.replace(spec, weights_address=before.weights_address) == before
+            if is_same and (spec.resident or not self._devices.held):
                 return before
             directory = await self._weights.directory(spec) if spec.resident else None
             self._spec = dataclasses.replace(before, resident=False)  # takes no groups meanwhile
             try:
                 await self._engine.abort(tuple(self._running))
                 if directory:
+                    await self._claim(spec.tensor_parallel_size or self._device_count)
                     await self._engine.load_weights(directory, spec.tensor_parallel_size)
                 else:
-                    await self._engine.release()
+                    await self._let_go()
             except EngineError as error:
                 self._spec = before
                 raise _service_error(error) from error
             self._spec = spec
             _log.info("at weight version %d of run %s", spec.weight_version, spec.run_id)
             return spec
+
+    async def _claim(self, count: int) -> None:
+        """Hold so many devices; another number of them is another set, for which these must go."""
+        if self._devices.held and len(self._devices.held) != count:
+            await self._let_go()
+        await self._devices.claim(count)
+
+    async def _let_go(self) -> None:
+        await self._engine.release()
+        await self._devices.release()
 
     def _check_fence(self, fence: int) -> None:
         if fence < self._fence:

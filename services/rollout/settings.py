@@ -8,10 +8,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from rollpacker.settings import WorkerSettings
+from rollpacker.devices.memory import Meter
+from rollpacker.devices.settings import DeviceWorkerSettings
 
 
-class RolloutServiceSettings(WorkerSettings):
+class RolloutServiceSettings(DeviceWorkerSettings):
     """Which engine runs, and how much it may hold."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="ROLLPACKER_ROLLOUT_")
@@ -28,7 +29,11 @@ class RolloutServiceSettings(WorkerSettings):
     engine: Literal["torch", "sglang"] = Field(
         "torch", description="torch: the embedded engine; sglang: an SGLang server"
     )
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    device: str = Field(
+        "cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="cpu; cuda: GPUs that it claims; cuda:N: that one, without asking",
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     slots: int = Field(512, ge=1, description="responses decoded at once")
     kv_budget_tokens: int = Field(
@@ -36,6 +41,9 @@ class RolloutServiceSettings(WorkerSettings):
     )
     max_context_tokens: int = Field(
         0, ge=0, description="cap of prompt and response together; 0: the model's own"
+    )
+    device_count: int = Field(
+        1, ge=1, description="GPUs that it claims where the run names no tensor-parallel size"
     )
     threads: int = Field(1, ge=1, description="CPU threads of one tensor operation")
     silence_seconds: float = Field(
@@ -56,6 +64,10 @@ class RolloutServiceSettings(WorkerSettings):
     sglang_silence_seconds: float = Field(
         60.0, gt=0, description="without a token for so long, a server with work is probed"
     )
+
+    def meter(self) -> Meter | None:
+        """An attached server has its GPUs already."""
+        return None if self.sglang_url else super().meter()
 
     @model_validator(mode="after")
     def _fits_engine(self) -> Self:

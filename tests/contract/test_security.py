@@ -309,7 +309,7 @@ def test_a_wrong_line_of_accepted_tokens_is_named(line: str) -> None:
 async def test_malformed_messages_get_a_status_and_the_service_lives(
     server: RpcServer, secrets: Path, act_as: Act, method: str, junk: bytes
 ) -> None:
-    act_as(secrets / ("reward" if method.endswith("/Heartbeat") else "operator"))
+    act_as(secrets / ("reward" if security.needed_role(method) == "service" else "operator"))
     async with client.open_channel(server.address) as channel:
         call = channel.unary_stream(method)(b"\xff" + junk, timeout=10)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -118,6 +118,12 @@ class RealStack:
         answer = await self._call(lambda: self._stub.ListWorkers(request, timeout=30))
         return {worker.worker_id for worker in answer.workers}
 
+    async def devices(self) -> dict[str, str]:
+        """Who holds which device."""
+        request = pb.ListDevicesRequest()
+        answer = await self._call(lambda: self._stub.ListDevices(request, timeout=30))
+        return {lease.device: lease.worker_id for lease in answer.leases}
+
     async def succeeded(self, run_id: str) -> pb.Run:
         """Wait for the end of the run, which must be a good one."""
         while (run := await self.get(run_id)).state in _OPEN_STATES:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollpacker.devices.fake import make_fake_gpus
 from tests.integration import processes
 from tests.integration.device_owner import TOTAL
 
@@ -33,6 +34,11 @@ class Owner:
         line = await self.process.stdout.readline()
         return dict(json.loads(line))
 
+    async def until_granted(self, words: str) -> dict[str, Any]:
+        while "error" in (answer := await self.ask(words)):
+            assert answer["error"] == "DevicesBusyError", answer
+        return answer
+
     async def granted(self, words: str) -> dict[str, Any]:
         answer = await self.ask(words)
         assert "error" not in answer, answer
@@ -46,11 +52,13 @@ class Owner:
 
 @pytest.fixture
 async def start(redis_url: str, tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts an owner: its name, seconds of its lease, devices of the host."""
+    """Starts an owner: its name, seconds of its lease; the first one says how many devices."""
     owners: list[Owner] = []
 
     async def start(name: str, seconds: float = LONG, devices: int = 1) -> Owner:
-        arguments = (redis_url, str(tmp_path / "gpus"), str(devices), name, str(seconds))
+        if not owners:
+            make_fake_gpus(tmp_path / "gpus", devices, TOTAL)
+        arguments = (redis_url, str(tmp_path / "gpus"), name, str(seconds))
         owner = Owner(
             await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tests.integration.device_owner", *arguments,
@@ -71,7 +79,11 @@ async def test_replicas_that_start_at_once_get_distinct_devices(start: Start) ->
     owners = [await start(f"rollout-{index}", devices=3) for index in range(4)]
     answers = await asyncio.gather(*(owner.ask("claim 1 800") for owner in owners))
     given = [answer for answer in answers if "error" not in answer]
-    assert sorted(device for answer in given for device in answer["devices"]) == [0, 1, 2]
+    assert sorted(device for answer in given for device in answer["devices"]) == [
+        "fake-0",
+        "fake-1",
+        "fake-2",
+    ]
     assert len({answer["fence"] for answer in given}) == 3
     (refused,) = [answer for answer in answers if "error" in answer]
     assert refused["error"] == "DevicesBusyError"
@@ -85,8 +97,8 @@ async def test_the_trainer_wakes_when_the_engine_s_memory_is_measured_to_be_free
     await engine.granted("use 900")
     await trainer.refused("claim 1 800", "DevicesBusyError", "held by rollout-0")
     await engine.granted("use 300")
-    await engine.refused("release", "MemoryNotFreedError", "device 0: 300 bytes")
-    waiting = asyncio.create_task(trainer.granted("wait 1 800"))
+    await engine.refused("release", "MemoryNotFreedError", "fake-0: 300 bytes")
+    waiting = asyncio.create_task(trainer.until_granted("claim 1 800"))
     await engine.granted("use 0")
     assert not waiting.done()  # its memory is free, and it has not said so
     await engine.granted("release")
@@ -101,7 +113,7 @@ async def test_the_device_of_a_killed_owner_goes_to_the_next_one(start: Start) -
     await dead.granted("use 900")
     dead.process.kill()
     await dead.process.wait()
-    second = await heir.granted("wait 1 900")
+    second = await heir.until_granted("claim 1 900")
     assert second["fence"] > first["fence"]
 
 
@@ -120,6 +132,6 @@ async def test_a_paused_owner_keeps_its_device_with_its_memory_and_a_late_one_lo
     assert busy["said"].endswith(f"{TOTAL - 900} bytes free of 800 needed, last held by rollout-0")
     os.kill(paused.process.pid, signal.SIGCONT)
     await paused.granted("use 0")
-    await other.granted("wait 1 800")
+    await other.until_granted("claim 1 800")
     for late in ("release", "renew"):
-        await paused.refused(late, "StaleLeaseError", "does not hold (0,) any more")
+        await paused.refused(late, "StaleLeaseError", "does not hold fake-0 any more")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollpacker.devices import memory
 from rollpacker.devices.lease import (
     Claim,
     DevicesBusyError,
     Grant,
-    HostDevices,
+    Leases,
     MemoryNotFreedError,
     StaleLeaseError,
     claim,
@@ -27,38 +24,45 @@ FULL = 80  # bytes of a device
 
 
 def wants(owner: str, count: int = 1, needed: int = 60, **free: int) -> Claim:
-    """`free`: of device d0, d1, ...; by default of two devices that are empty."""
-    free_bytes = {int(name[1:]): size for name, size in free.items()} or {0: FULL, 1: FULL}
-    return Claim(owner, count, needed, free_bytes, seconds=10)
+    """`free`: of each device by name; by default of two that are empty."""
+    return Claim(owner, count, needed, free or {"d0": FULL, "d1": FULL}, seconds=10)
 
 
 def test_a_device_that_is_held_is_not_given_again_though_its_memory_is_free() -> None:
-    state, _ = claim(HostDevices(), wants("rollout-0", 2), now=0)
-    with pytest.raises(DevicesBusyError, match="device 0: held by rollout-0, fence 1, for 6.0 s"):
+    state, _ = claim(Leases(), wants("rollout-0", 2), now=0)
+    with pytest.raises(DevicesBusyError, match="d0: held by rollout-0, fence 1, for 6.0 s"):
         claim(state, wants("trainer-0"), now=4)
 
 
 def test_claims_of_several_replicas_get_devices_of_their_own() -> None:
-    state = HostDevices()
+    state = Leases()
     for index in range(2):
         state, grant = claim(state, wants(f"rollout-{index}"), now=0)
-        assert grant == Grant(f"rollout-{index}", index + 1, (index,))
+        assert grant == Grant(f"rollout-{index}", index + 1, (f"d{index}",))
     with pytest.raises(DevicesBusyError, match="could have 0"):
         claim(state, wants("rollout-2"), now=0)
 
 
+def test_devices_come_in_the_order_of_the_driver_and_the_owner_s_own_first() -> None:
+    free = {"GPU-z": FULL, "GPU-a": FULL, "GPU-m": FULL}
+    state, grant = claim(Leases(), wants("rollout-0", 2, **free), now=0)
+    assert grant.devices == ("GPU-z", "GPU-a")
+    state, grant = claim(state, wants("rollout-0", 1, **dict(reversed(free.items()))), now=0)
+    assert grant.devices == ("GPU-a",)
+
+
 def test_all_devices_of_a_claim_are_given_or_none() -> None:
-    state, _ = claim(HostDevices(), wants("rollout-0"), now=0)
+    state, _ = claim(Leases(), wants("rollout-0"), now=0)
     with pytest.raises(DevicesBusyError, match="wants 2 of 2 devices and could have 1"):
         claim(state, wants("trainer-0", 2), now=0)
-    assert state.leases.keys() == {0}
+    assert state.leases.keys() == {"d0"}
 
 
 def test_nobody_wakes_before_the_memory_that_it_needs_is_measured_to_be_free() -> None:
-    state, first = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
-    with pytest.raises(MemoryNotFreedError, match="device 0: 50 bytes"):
-        release(state, first, {0: 30})
-    state = release(state, first, {0: FULL})
+    state, first = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
+    with pytest.raises(MemoryNotFreedError, match="d0: 50 bytes"):
+        release(state, first, {"d0": 30})
+    state = release(state, first, {"d0": FULL})
     with pytest.raises(DevicesBusyError, match="59 bytes free of 60 needed"):
         claim(state, wants("trainer-0", d0=59), now=1)
     state, second = claim(state, wants("trainer-0", d0=60), now=1)
@@ -66,44 +70,44 @@ def test_nobody_wakes_before_the_memory_that_it_needs_is_measured_to_be_free() -
 
 
 def test_a_side_may_leave_what_it_keeps_behind() -> None:
-    state, grant = claim(HostDevices(), wants("trainer-0", d0=FULL), now=0)
-    assert release(state, grant, {0: FULL - 20}, kept_bytes=20).leases == {}
+    state, grant = claim(Leases(), wants("trainer-0", d0=FULL), now=0)
+    assert release(state, grant, {"d0": FULL - 20}, kept_bytes=20).leases == {}
 
 
 def test_a_dead_owner_s_device_is_given_when_its_time_is_over() -> None:
-    state, dead = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state, dead = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
     state, grant = claim(state, wants("rollout-1", d0=FULL), now=10)
     assert grant.fence > dead.fence
 
 
 def test_an_owner_that_hangs_keeps_the_device_as_long_as_it_keeps_the_memory() -> None:
-    state, _ = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state, _ = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
     with pytest.raises(DevicesBusyError, match="20 bytes free of 60 needed, last held by rollout"):
         claim(state, wants("trainer-0", d0=20), now=100)
 
 
 def test_a_late_release_or_renewal_changes_nothing() -> None:
-    state, late = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state, late = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
     state, _ = claim(state, wants("trainer-0", d0=FULL), now=10)
     with pytest.raises(StaleLeaseError, match="rollout-0 with fence 1 does not hold"):
-        release(state, late, {0: FULL})
+        release(state, late, {"d0": FULL})
     with pytest.raises(StaleLeaseError):
         renew(state, late, seconds=10, now=11)
 
 
 def test_a_lease_that_lapsed_can_be_renewed_while_nobody_else_came() -> None:
-    state, grant = claim(HostDevices(), wants("rollout-0", d0=FULL), now=0)
+    state, grant = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
     state = renew(state, grant, seconds=10, now=50)
     with pytest.raises(DevicesBusyError):
         claim(state, wants("trainer-0", d0=FULL), now=59)
 
 
 def test_a_restarted_owner_gets_its_device_at_once_and_its_old_self_is_stale() -> None:
-    state, old = claim(HostDevices(), wants("rollout-1", d1=FULL), now=0)
+    state, old = claim(Leases(), wants("rollout-1", d1=FULL), now=0)
     state, new = claim(state, wants("rollout-1"), now=1)
-    assert new.devices == (1,)
+    assert new.devices == ("d1",)
     with pytest.raises(StaleLeaseError):
-        release(state, old, {1: FULL})
+        release(state, old, {"d1": FULL})
 
 
 class Host(RuleBasedStateMachine):
@@ -111,12 +115,12 @@ class Host(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.now = HostDevices(), 0.0
-        self.used = dict.fromkeys(range(3), 0)
+        self.state, self.now = Leases(), 0.0
+        self.used = dict.fromkeys(("d0", "d1", "d2"), 0)
         self.grants: list[tuple[Grant, int]] = []  # every grant ever, with what its owner uses
         self.fences = [0]
 
-    def free(self) -> Mapping[int, int]:
+    def free(self) -> Mapping[str, int]:
         return {device: FULL - used for device, used in self.used.items()}
 
     @rule(owner=st.sampled_from("abc"), count=st.integers(1, 3), needed=st.integers(1, FULL),
@@ -175,13 +179,3 @@ class Host(RuleBasedStateMachine):
 
 
 TestHost = Host.TestCase
-
-
-def test_free_memory_is_what_the_driver_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, 80994'\necho '1, 512'\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert memory.free_bytes() == {0: 80994 * 1024**2, 1: 512 * 1024**2}

@@ -15,6 +15,7 @@ Not thread-safe: `TorchEngine` calls it from its one thread.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -48,11 +49,13 @@ class DecodeLoop:
         max_context_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        holds: Callable[[int], None] | None = None,
     ) -> None:
-        """`max_context_tokens` 0 means the model's own."""
+        """`max_context_tokens` 0 means the model's own. `holds`: see TorchEngine."""
         self._scheduler = Scheduler(slot_count, kv_budget_tokens)
         self._max_context = max_context_tokens
         self._device, self._dtype = device, dtype
+        self._holds = holds or (lambda _: None)
         self._runner: ModelRunner | None = None
         self._arrivals = 0
         self._generated_tokens = 0
@@ -86,11 +89,16 @@ class DecodeLoop:
             device=self._device,
             dtype=self._dtype,
         )
+        self._holds(self._runner.weight_bytes)
 
     def release(self) -> None:
         """See `Engine.release`."""
         self._refuse_while_busy("release memory")
         self._runner = None
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._holds(0)
 
     def submit(
         self,

@@ -60,6 +60,11 @@ class Decoder:
             for index in range(config.layer_count)
         ]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parts."""
+        return sum(part.nbytes for part in self._parts.values())
+
     def swap(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite every weight in place; the shapes must be those of the config."""
         for name, part in _fused(self.config, weights):

@@ -63,11 +63,13 @@ class TorchEngine:
         dtype: DtypeName = "float32",
         threads: int = 1,
         silence_seconds: float = 300.0,
+        holds: Callable[[int], None] | None = None,
     ) -> None:
         """`slots`: responses decoded at once. `kv_budget_tokens`: of all their sequences.
 
         `max_context_tokens` caps a sequence; 0 means the model's own length. `threads`: CPU
         threads of one operation. `silence_seconds`: without a step for so long, the engine hangs.
+        `holds` is told the bytes of the weights on the device, whenever they change.
         """
         self._loop = asyncio.get_running_loop()
         self._kv_budget = kv_budget_tokens
@@ -79,6 +81,7 @@ class TorchEngine:
             max_context_tokens=max_context_tokens,
             device=torch.device(device),
             dtype=_DTYPES[dtype],
+            holds=holds,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._limits = (0, 0)  # context, vocabulary
@@ -184,6 +187,7 @@ class TorchEngine:
                 while self._take_jobs(block=not self._core.step()):
                     pass
                 self._core.abort_all()
+                self._core.release()
         except Exception as error:  # noqa: BLE001  every caller must hear of it
             _log.exception("the engine failed")
             failure = EngineError(f"the engine failed: {error!r}; restart the service")

@@ -85,6 +85,11 @@ class ModelRunner:
         self._sampler = Sampler(config.vocab_size, device)
         self._table = SlotTable(slot_count, self._sampler, device=device, dtype=self._logit_dtype)
 
+    @property
+    def weight_bytes(self) -> int:
+        """On the device, without caches."""
+        return self._decoder.weight_bytes
+
     def swap_weights(self, directory: Path) -> None:
         """Take over other weights of the same architecture; the KV cache is dropped.
 
