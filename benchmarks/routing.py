@@ -36,6 +36,7 @@ from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RoundPlan, Routing, TailBatchingRules
 from rollpacker.simulation.parameters import MODELS, load_parameters
 from rollpacker.simulation.scenario import Scenario, ladder
+from rollpacker.simulation.schedule import PLAIN, Schedule, deferred_tokens
 from rollpacker.simulation.simulator import Simulator
 from rollpacker.simulation.workload import WorkloadRules
 from rollpacker.types import DrawId, PromptGroup, RoundKind
@@ -67,7 +68,7 @@ def simulated(steps: int, seeds: int) -> Iterator[dict[str, Any]]:
                         dataclasses.replace(workload, seed=seed),
                         dataclasses.replace(ladder(1.75, 2.0), routing=routing),
                         steps=steps,
-                        knows_lengths=together,
+                        schedule=Schedule(deferred_tokens) if together else PLAIN,
                         admission_responses=admission,
                     )
                     done = Simulator(scenario, parameters).steps()

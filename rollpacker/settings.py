@@ -65,10 +65,20 @@ class TailBatchingSettings(Section):
         description="let preemptions decide the tensor-parallel size, up to so many devices (of"
         " one host); a launched SGLang only; 0: engines keep their own",
     )
+    rebalance: bool = Field(
+        False,
+        description="let a replica without work take over a group of one that has several; the"
+        " embedded engine takes its tokens over at the cost of a prefill, SGLang samples them anew",
+    )
     scale_down: bool = Field(
         False,
-        description="release half of the rollout replicas, once per round, when the others can hold"
-        " what still runs; they give their memory to training until the next round",
+        description="release rollout replicas before the end of a round; they give their memory to"
+        " training until the next round",
+    )
+    scale_down_rule: Literal["half", "idle"] = Field(
+        "half",
+        description="half: once per round half of the replicas, when the others can hold what still"
+        " runs (the paper's rule); idle: each one that has nothing left to run",
     )
 
     @model_validator(mode="after")

@@ -74,6 +74,8 @@ METRICS = (
     Metric("carry/acceptance_after_N_to_N", "", "the same, as a share"),
     Metric("rollout/preemptions", "responses", "that lost their KV cache to others in the round"),
     Metric("rollout/tensor_parallel_size", "", "asked for; 0: engines keep theirs"),
+    Metric("rollout/moved_groups", "groups",
+           "taken over by a replica that had nothing left to run"),
     Metric("scale_down/released_replicas", "replicas", "given up before the end of the round"),
     Metric("scale_down/released_seconds", "s", "how long before its end, summed over them"),
     Metric("domain/<name>/groups", "groups", "groups of the step that are of this domain"),

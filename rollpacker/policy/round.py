@@ -51,6 +51,7 @@ from rollpacker.policy.events import (
 )
 from rollpacker.policy.flat_groups import Replacements, dropped_draws
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
+from rollpacker.policy.rebalance import group_to_move
 from rollpacker.policy.round_state import Group, GroupState, Replica
 from rollpacker.policy.scale_down import ReplicaLoad
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
@@ -94,6 +95,7 @@ class Round:
         self._replacements = Replacements(rules, plan, len(ids))
         self._replicas: dict[str, Replica] = {}
         self._ranked: list[DrawId] = []  # winners that are not emitted yet, in order
+        self._may_emit = False  # one of them is new, or has its last reward
         self._emitted: list[DrawId] = []
         self._held_scores: list[ScoreResponse] = []  # in a round that does not stream
         self._first_at: float | None = None
@@ -138,6 +140,23 @@ class Round:
             for name, replica in self._replicas.items()
             if not replica.draining
         ]
+
+    def group_to_move(self) -> tuple[DrawId, str] | None:
+        """A running group that an idle replica should take over, and where it runs.
+
+        It is for the caller to interrupt it there (GroupInterrupted), or to leave it.
+        """
+        deals_in_turn = self._rules.routing is Routing.ROUND_ROBIN  # not to where there is room
+        if self._over or deals_in_turn or not self.idle_replicas():
+            return None
+        return group_to_move(self._replicas, self._groups)
+
+    def idle_replicas(self) -> tuple[str, ...]:
+        """Those that run no group, while others run the last ones and none waits."""
+        replicas = self._replicas.items()
+        if self._waiting or not any(replica.running for _, replica in replicas):
+            return ()
+        return tuple(n for n, r in replicas if not r.running and not r.draining)
 
     def outstanding(self) -> dict[DrawId, GroupState]:
         """The groups that the round still waits for, for logs."""
@@ -272,6 +291,7 @@ class Round:
     def _scored(self, event: ResponseScored) -> None:
         group = self._group(event.draw)
         group.rewards[event.index] = event.reward
+        self._may_emit |= group.state is GroupState.WON and group.is_scored()
         if group.state is not GroupState.FINISHED or not group.is_scored():
             return
         is_flat = group.is_flat(self._rules.advantages)
@@ -323,6 +343,7 @@ class Round:
             if group.state is GroupState.COMPLETE:
                 group.state = GroupState.WON
                 self._ranked.append(draw)
+                self._may_emit = True
         commands: list[Command] = []
         for draw in self._race.take_losers():
             commands += self._lose(self._groups[draw])
@@ -354,7 +375,7 @@ class Round:
         loads: dict[str, int] = {}
         while self._waiting:
             group = self._groups[self._waiting[0]]
-            indices = group.missing()
+            indices = self._to_launch(group)
             replica_id = self._replica_for(group, loads)
             if replica_id is None:
                 break
@@ -367,6 +388,10 @@ class Round:
             loads[replica_id] += group.outstanding_tokens()
             commands.append(LaunchGroup(group.draw.id, replica_id, indices))
         return commands
+
+    def _to_launch(self, group: Group) -> tuple[int, ...]:
+        """The responses that run when the group does."""
+        return group.missing()
 
     def _replica_for(self, group: Group, loads: dict[str, int]) -> str | None:
         """The replica with the fewest tokens outstanding (or `routing`), of those that have room.
@@ -396,9 +421,12 @@ class Round:
         replica = self._replicas.get(group.replica_id)
         if replica is not None and group.draw.id in replica.running:
             replica.running.discard(group.draw.id)
-            replica.used -= len(group.missing())
+            replica.used -= len(self._to_launch(group))
 
     def _emit(self) -> list[Command]:
+        if not self._may_emit:
+            return []
+        self._may_emit = False
         commands: list[Command] = []
         ready = self._scored_winners()
         for draw in ready:

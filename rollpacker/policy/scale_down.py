@@ -7,6 +7,9 @@ at their projected peak:
     sum over running responses of (prompt + E[min(L, cap) | L > generated])
         <= KV budget of the kept replicas * (1 - margin)
 
+With `idle_only` a replica is released as soon as it runs nothing and no group waits, as often as
+there is one, whatever its KV need: no running response moves or gets slower.
+
 Everything is in tokens; bytes per token are the same on both sides. The expectation is taken over
 the lengths that the run has seen so far.
 """
@@ -25,6 +28,7 @@ class ScaleDownRules:
     first_share: float = 0.20  # of the round's responses finished
     every_share: float = 0.05  # further responses between two looks
     margin: float = 0.10  # KV budget that stays free
+    idle_only: bool = False  # release replicas that run nothing instead of half of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class LengthHistory:
 
 
 class ScaleDown:
-    """The release of one round: asked after every event, it answers with replicas once at most."""
+    """The releases of one round: asked after every event, it names the replicas to release now."""
 
     def __init__(
         self, rules: ScaleDownRules, trained_lengths: Mapping[int, int], response_cap: int
@@ -82,9 +86,15 @@ class ScaleDown:
         self._released = False
 
     def look(
-        self, finished_share: float, loads: Callable[[], Sequence[ReplicaLoad]]
+        self,
+        finished_share: float,
+        idle: Sequence[str],
+        loads: Callable[[], Sequence[ReplicaLoad]],
     ) -> tuple[str, ...]:
-        """The replicas to release now; `loads` is asked only when a look is due."""
+        """The replicas to release now; `idle` run nothing and are not needed any more. `loads` is
+        asked only when a look is due."""
+        if self._rules.idle_only:
+            return tuple(idle)
         if self._released or not next_look(self._rules, finished_share, self._last_look):
             return ()
         self._last_look = finished_share

@@ -1,4 +1,4 @@
-"""`python -m rollpacker.simulation paper | compare | calibrate | regret | speed | replay | plot`.
+"""`python -m rollpacker.simulation paper | compare | search | calibrate | regret | ...`.
 
 Reports go to standard output, one JSON object per line with `--json`, else as a table; what is said
 about the run (parameters, errors, seconds) goes to standard error.
@@ -27,6 +27,9 @@ from rollpacker.simulation.paper import (
 from rollpacker.simulation.parameters import Parameters, load_parameters
 from rollpacker.simulation.recorded_run import replay_rows
 from rollpacker.simulation.regret import regret_rows, summary_row
+from rollpacker.simulation.search import CAPS as SEARCH_CAPS
+from rollpacker.simulation.search import IDEAS, search_rows
+from rollpacker.simulation.search import RHOS as SEARCH_RHOS
 from rollpacker.simulation.services_fit import fit_services
 from rollpacker.simulation.speed import speed_rows
 
@@ -96,6 +99,18 @@ def _regret(options: argparse.Namespace, parameters: Parameters) -> int:
     return 0
 
 
+def _search(options: argparse.Namespace, parameters: Parameters) -> int:
+    for row in search_rows(
+        parameters,
+        tuple(options.cap or SEARCH_CAPS),
+        tuple(options.rho or SEARCH_RHOS),
+        options.steps,
+        tuple(options.idea or ()),
+    ):
+        _row(options, row)
+    return 0
+
+
 def _speed(options: argparse.Namespace, parameters: Parameters) -> int:
     for row in speed_rows(parameters, options.responses):
         _row(options, row)
@@ -135,6 +150,11 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--write", type=Path, nargs="?", const=_PACKAGE_FILE, help="default: parameters.json"
     )
+    search = _command(commands, "search", _search, "scheduling ideas against what runs today")
+    search.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
+    search.add_argument("--rho", type=float, action="append", help="may be repeated")
+    search.add_argument("--idea", action="append", choices=[idea.name for idea in IDEAS])
+    search.add_argument("--steps", type=int, default=40)
     regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
     regret.add_argument("--steps", type=int, default=48)
     speed = _command(commands, "speed", _speed, "seconds that simulations take, by size")

@@ -1,4 +1,7 @@
-"""When the simulated rounds release replicas: the live rule, or the fixed ones of Table 3."""
+"""When simulated rounds release replicas: the live rule, the fixed ones of Table 3, or idle ones.
+
+A rule is asked after every event of a replica, as often as the schedule allows releases.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from rollpacker.policy.scale_down import (
 )
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.round_simulation import RoundSimulation
+from rollpacker.simulation.scenario import Scenario
 
 
 class AdaptiveRelease:
@@ -42,6 +46,16 @@ class AdaptiveRelease:
         return replicas_to_release(self._rules, loads, self._history, self._cap)
 
 
+class IdleRelease:
+    """Every replica that runs nothing, once nothing waits."""
+
+    def learn(self, lengths: Iterable[int]) -> None:
+        """Nothing to learn."""
+
+    def __call__(self, round_: RoundSimulation) -> tuple[str, ...]:
+        return round_.round.idle_replicas()
+
+
 class FixedRelease:
     """The second half of the replicas, once a share of the responses has finished."""
 
@@ -56,6 +70,15 @@ class FixedRelease:
             return ()
         names = sorted(round_.replicas)
         return tuple(names[len(names) // 2 :]) if len(names) > 1 else ()
+
+
+def release_rule(scenario: Scenario) -> AdaptiveRelease | IdleRelease | FixedRelease:
+    """The rule of a scenario that scales down."""
+    if scenario.release_share:
+        return FixedRelease(scenario.release_share)
+    if scenario.schedule.releases_idle:
+        return IdleRelease()
+    return AdaptiveRelease(scenario.workload.cap)
 
 
 def _load(replica: ReplicaModel) -> ReplicaLoad:

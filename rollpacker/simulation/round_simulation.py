@@ -13,7 +13,7 @@ round counts as generated is what the replicas decoded.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,6 +38,7 @@ from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
 from rollpacker.simulation.reward_model import RewardModel
+from rollpacker.simulation.schedule import PLAIN, Schedule
 from rollpacker.types import Draw, DrawId
 
 
@@ -98,12 +99,8 @@ class RoundSimulation:
         start: float,
         response_capacity: int,
         release_rule: ReleaseRule | None = None,
-        *,
-        spreads_groups: bool = False,
-        joins_together: bool = False,
+        schedule: Schedule = PLAIN,
     ) -> None:
-        """`spreads_groups`: the responses of a group go to different replicas, in turn.
-        `joins_together`: nothing is launched before all replicas are known."""
         self.round = round_
         self.rules = rules
         self.plan = planned
@@ -118,8 +115,9 @@ class RoundSimulation:
         self._capacity = response_capacity
         self._release_rule = release_rule
         self._finished: dict[DrawId, dict[int, int]] = {}
-        self._spreads_groups = spreads_groups
-        self._joins_together = joins_together
+        self._schedule = schedule
+        self._replica_count = len(replicas)  # released ones included
+        self._releases = 0
         self._where: dict[DrawId, tuple[str, ...]] = {}  # running groups -> their replicas
         self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
         self._launched_on: dict[DrawId, str] = {}  # replica, as the round said
@@ -137,7 +135,9 @@ class RoundSimulation:
     def run(self) -> RoundTrace:
         """To the end of the round. Raises SimulationError if nothing can happen any more."""
         self._join()
-        self._schedule()
+        if (self.round.deciding_tokens or 0) > 0:  # somebody has lost already
+            self._mark_running()
+        self._plan_events()
         while not self.round.over:
             if not self._queue:
                 raise SimulationError(f"the round hangs: {self.round.outstanding()}")
@@ -151,12 +151,12 @@ class RoundSimulation:
                 if self._versions.get(name) != version:
                     continue
                 self._replica_event(name)
-            self._schedule()
+            self._plan_events()
         return self.trace
 
     def _join(self) -> None:
         """One group each, then the rest to the roomiest: all replicas are there from the start."""
-        if self._joins_together:
+        if self._schedule.predictor is not None:  # it is asked before anything is launched
             *others, last = self.replicas
             for name in others:
                 self._tell(ReplicaJoined(self.now, name, self._capacity, others_follow=True))
@@ -179,6 +179,8 @@ class RoundSimulation:
                 self._response_finished(reached)
             else:
                 self._at_mark(response.draw, reached.tokens)
+        if self._schedule.rebalances:
+            self._rebalance()
         self._release()
 
     def _response_finished(self, reached: Reached) -> None:
@@ -260,7 +262,7 @@ class RoundSimulation:
         self._told[draw] = longest
         self._tell(ProgressReported(self.now, draw, longest, total, self._launch_carried[draw]))
 
-    def _schedule(self) -> None:
+    def _plan_events(self) -> None:
         """Put the next event of each replica that changed into the queue."""
         for name in self._dirty:
             if name not in self.replicas:
@@ -282,25 +284,32 @@ class RoundSimulation:
         names = self._release_rule(self)
         if not names:
             return
-        self._release_rule = None  # once per round
-        total = len(self.replicas)
+        self._releases += 1
+        if self._releases == self._schedule.releases:
+            self._release_rule = None
+        total = self._replica_count
         for name in names:
             del self._versions[name]
             self._tell(ReplicaDraining(self.now, name))
         kept = [name for name in self.replicas if name not in names]
         for name in kept:  # the work is the same, so is the room
             self._tell(ReplicaJoined(self.now, name, self._capacity * total // len(kept)))
-        self._move_off(set(names))
-        self._trainer.release(self.now, len(names) / total)
+        leaving = set(names)
+        self._move([draw for draw, at in self._where.items() if leaving.intersection(at)], leaving)
+        self._trainer.release(self.now, 1.0 - len(self.replicas) / total)
 
-    def _move_off(self, leaving: set[str]) -> None:
-        """Take every group that has a response there off all its replicas, then place it anew."""
-        affected = [draw for draw, places in self._where.items() if leaving.intersection(places)]
-        for draw in affected:
+    def _rebalance(self) -> None:
+        """Idle replicas take over groups from busy ones."""
+        while (found := self.round.group_to_move()) is not None:
+            self._move([found[0]])
+
+    def _move(self, draws: list[DrawId], leaving: Collection[str] = ()) -> None:
+        """Take groups off all their replicas, then place them anew; some replicas leave."""
+        for draw in draws:
             if draw in self._where:  # a report before may have cost it the race
                 self._report(draw)
-        affected = [draw for draw in affected if draw in self._where]
-        for draw in affected:
+        draws = [draw for draw in draws if draw in self._where]
+        for draw in draws:
             places = self._where.pop(draw)
             self._moved[draw] = [
                 response
@@ -310,7 +319,7 @@ class RoundSimulation:
             self._dirty.update(places)
         for name in leaving:
             del self.replicas[name]
-        for draw in affected:
+        for draw in draws:
             self._tell(GroupInterrupted(self.now, draw, self._launched_on[draw]))
 
     # --- commands ---------------------------------------------------------------------------
@@ -376,7 +385,7 @@ class RoundSimulation:
         self, first: str, responses: list[RunningResponse]
     ) -> dict[str, list[RunningResponse]]:
         """Which replica takes which responses of a group."""
-        if not self._spreads_groups:
+        if not self._schedule.spreads_groups:
             return {first: responses}
         names = list(self.replicas)
         shares: dict[str, list[RunningResponse]] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
 from rollpacker.simulation.parameters import ModelFacts
+from rollpacker.simulation.schedule import PLAIN, Schedule
 from rollpacker.simulation.workload import (
     MEASURED_ACCEPTANCE,
     MEASURED_COUPLING,
@@ -76,8 +77,7 @@ class Scenario:
     release_share: float = 0.0  # release then, whatever the KV need; 0: the live rule
     fetches_once: bool = False  # released replicas train what is there at the release, no more
     scores: bool = True  # False: rewards take no time (rollout only)
-    spreads_groups: bool = False  # a group's responses go to different replicas
-    knows_lengths: bool = False  # groups are placed by what deferred draws had, all replicas ready
+    schedule: Schedule = PLAIN  # how rounds are laid over the replicas
     admission_responses: int = 0  # running responses per replica; 0: the engine's own limit
 
     @property

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollpacker.policy.commands import FinishRound
-from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
+from rollpacker.simulation.bubbles import BubbleDraft, begin
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
 from rollpacker.simulation.parameters import Parameters
-from rollpacker.simulation.release import AdaptiveRelease, FixedRelease
+from rollpacker.simulation.release import release_rule
 from rollpacker.simulation.reward_model import RewardModel
 from rollpacker.simulation.round_simulation import (
     Launchable,
@@ -29,6 +29,7 @@ from rollpacker.simulation.round_simulation import (
     RoundTrace,
 )
 from rollpacker.simulation.scenario import Scenario
+from rollpacker.simulation.schedule import Launched
 from rollpacker.simulation.trainer_model import TrainerModel
 from rollpacker.simulation.workload import RecordedWorkload, Workload
 from rollpacker.types import DeferredDraw, Draw, DrawId, RoundKind
@@ -81,11 +82,8 @@ class Simulator:
         self.speed: EngineSpeed = engine_speed(
             parameters, scenario.model, scenario.tensor_parallel_size
         )
-        self.release = (
-            FixedRelease(scenario.release_share)
-            if scenario.release_share
-            else AdaptiveRelease(scenario.workload.cap)
-        )
+        self.release = release_rule(scenario)
+        self._bubble_drafts: dict[int, BubbleDraft] = {}
         self._steer = steer
         self._reward = (
             RewardModel(
@@ -139,6 +137,7 @@ class Simulator:
         self.now = trainer.finish(round_trace.end + tail)
         self._keep_queue(planned, finish)
         self.release.learn(n for _, lengths in round_trace.emitted for n in lengths)
+        begun = self._fill_bubbles(planned.step, round_trace, replicas)
         known = {draw.id: draw for draw in draws}
         return StepTrace(
             step=planned.step,
@@ -151,7 +150,7 @@ class Simulator:
             reward_tail_seconds=tail,
             train_seconds=self.now - round_trace.end - tail,
             step_seconds=self.now - start,
-            decoded_tokens=sum(replica.decoded_tokens for replica in replicas),
+            decoded_tokens=sum(replica.decoded_tokens for replica in replicas) + begun,
             trained_tokens=round_trace.trained_tokens,
             trained_responses=sum(len(lengths) for _, lengths in round_trace.emitted),
             preemptions=sum(replica.preemptions for replica in replicas),
@@ -176,8 +175,10 @@ class Simulator:
         launchables = {
             draw.id: self._launchable(planned, draw, drafts.get(draw.id)) for draw in draws
         }
+        schedule = self.scenario.schedule
+        expected = self._expected(draws, launchables)
         return RoundSimulation(
-            Round(self.rules, planned, draws, self._expected(draws)),
+            schedule.make_round(self.rules, planned, draws, expected),
             self.rules,
             planned,
             draws,
@@ -188,18 +189,26 @@ class Simulator:
             start,
             self._room(planned, len(draws)),
             self.release if self.scenario.scales_down else None,
-            spreads_groups=self.scenario.spreads_groups,
-            joins_together=self.scenario.knows_lengths,
+            schedule,
         ).run()
 
-    def _expected(self, draws: list[Draw]) -> dict[DrawId, int] | None:
-        """KV tokens of one response, as the coordinator expects them from its history."""
-        if not self.scenario.knows_lengths:
+    def _expected(
+        self, draws: list[Draw], launchables: dict[DrawId, Launchable]
+    ) -> dict[DrawId, int] | None:
+        """KV tokens of one response, as the schedule predicts them."""
+        predict = self.scenario.schedule.predictor
+        if predict is None:
             return None
         known = {item.draw.id: max(item.response_tokens, default=0) for item in self._queue}
         prompt = int(self.parameters["prompt_tokens"])
-        mean = self.scenario.workload.cap // 4
-        return {draw.id: prompt + (known.get(draw.id) or mean) for draw in draws}
+        unknown = self.scenario.workload.cap // 4
+        expected = {}
+        for draw in draws:
+            lengths = launchables[draw.id].lengths[: self.rules.responses_per_prompt]
+            number = int(draw.prompt_id)
+            launched = Launched(self.workload, number, known.get(draw.id, 0), lengths)
+            expected[draw.id] = prompt + (round(predict(launched)) or unknown)
+        return expected
 
     def _room(self, planned: RoundPlan, groups: int) -> int:
         """Responses that each replica is given at a time: an even share, within its limits."""
@@ -215,7 +224,15 @@ class Simulator:
         launch = 0 if draft is None else max(1, draw.level)
         lengths = self.workload.lengths(number, coupling, launch)
         carried: list[int] = []
-        if draft is not None and drift.acceptance is not None and self.rules.keeps_seeds:
+        accept = self.scenario.schedule.bubble_acceptance
+        if draft is None and accept is not None and number in self._bubble_drafts:
+            begun = self._bubble_drafts.pop(number)
+            share = accept(planned.step - begun.step)
+            carried = [
+                min(int(share * tokens), length - 1)
+                for tokens, length in zip(begun.tokens, lengths, strict=False)
+            ]
+        elif draft is not None and drift.acceptance is not None and self.rules.keeps_seeds:
             share = drift.acceptance(age)
             carried = [
                 min(int(share * tokens), length - 1)
@@ -228,6 +245,23 @@ class Simulator:
             number,
             int(self.parameters["prompt_tokens"]),
         )
+
+    def _fill_bubbles(self, step: int, round_: RoundTrace, replicas: list[ReplicaModel]) -> int:
+        """Begin the next prompts on idle replicas, if the schedule does; tokens decoded so."""
+        if self.scenario.schedule.bubble_acceptance is None:
+            return 0
+        end = min(self._next_number + self.rules.launch_count(0), len(self.workload))
+        width = self.rules.responses_per_prompt
+        waiting = [
+            (number, self.workload.lengths(number)[:width])
+            for number in range(self._next_number, end)
+            if number not in self._bubble_drafts
+        ]
+        seconds = round_.end - round_.start
+        idle = [seconds - replica.busy_seconds for replica in replicas]
+        begun = begin(step, waiting, idle, self.speed, int(self.parameters["prompt_tokens"]))
+        self._bubble_drafts |= begun
+        return sum(sum(draft.tokens) for draft in begun.values())
 
     def _new_draws(self, planned: RoundPlan) -> list[Draw]:
         first = self._next_number

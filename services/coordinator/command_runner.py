@@ -101,6 +101,7 @@ class RoundResult:
     tensor_parallel_size: int = 0  # that was asked for; 0: none
     preemptions: int = 0  # of the replicas that served to the end
     released: tuple[float, ...] = ()  # for each released replica, seconds until the end
+    moved_groups: int = 0  # that an idle replica took over
 
 
 class CommandRunner:
@@ -117,10 +118,14 @@ class CommandRunner:
         scale_down: ScaleDown | None = None,
         log: RoundLog | None = None,
         take_draws: Callable[[int], list[Draw]] | None = None,
+        *,
+        rebalances: bool = False,
     ) -> None:
         """`scale_down`: what may release replicas while the last responses run. `log` is told every
         event and what the round answered. `take_draws`: the next draws of the data, which `context`
-        knows from then on; for dynamic sampling."""
+        knows from then on; for dynamic sampling. `rebalances`: idle replicas take groups over."""
+        self._rebalances = rebalances
+        self._moved_groups = 0
         self._scale_down = scale_down
         self._released: dict[str, float] = {}  # when, monotonic
         self._prompt_tokens = {d: len(p.token_ids) for d, p in context.prompts.items()}
@@ -173,6 +178,7 @@ class CommandRunner:
                 flat_draws=tuple(self._context.draws[draw] for draw in finish.flat),
                 released=tuple(now - at for at in self._released.values()),
                 preemptions=await self._replicas.preemptions(),
+                moved_groups=self._moved_groups,
             )
         finally:
             await end_tasks(*self._tasks)
@@ -187,26 +193,44 @@ class CommandRunner:
             if isinstance(event, ReplicaLost):
                 await self._stop_streams_of(event.replica_id)
                 self._idle.lost(event.replica_id, event.at)
-            commands = self._round.handle(event)
-            if self._log is not None:
-                self._log.handled(event, commands)
-            for command in commands:
-                if isinstance(command, FinishRound):
-                    return command
-                await self._carry_out(command)
-            self._release_replicas()
+            if finish := await self._handle(event):
+                return finish
+            if self._rebalances:
+                await self._rebalance()
+            await self._release_replicas()
             self._report()
 
-    def _release_replicas(self) -> None:
+    async def _handle(self, event: Event) -> FinishRound | None:
+        commands = self._round.handle(event)
+        if self._log is not None:
+            self._log.handled(event, commands)
+        for command in commands:
+            if isinstance(command, FinishRound):
+                return command
+            await self._carry_out(command)
+        return None
+
+    async def _rebalance(self) -> None:
+        """Idle replicas take over groups; what these have so far are drafts of the same weights."""
+        while (found := self._round.group_to_move()) is not None:
+            draw, replica_id = found
+            _, task = self._streams[draw]
+            if task.done():  # its last news has not been handled yet
+                return
+            await end_tasks(task)
+            self._moved_groups += 1
+            await self._handle(GroupInterrupted(time.monotonic(), draw, replica_id))
+
+    async def _release_replicas(self) -> None:
         if self._scale_down is None:
             return
         loads = partial(self._round.replica_loads, self._prompt_tokens)
-        for name in self._scale_down.look(self._round.finished_share, loads):
-            share = self._round.finished_share
+        share, idle = self._round.finished_share, self._round.idle_replicas()
+        for name in self._scale_down.look(share, idle, loads):
             _log.info("releasing replica %s with %.0f %% of the round done", name, 100 * share)
             self._released[name] = time.monotonic()
             self._draining.add(name)
-            self._events.put_nowait(ReplicaDraining(time.monotonic(), name))
+            await self._handle(ReplicaDraining(time.monotonic(), name))
             self._spawn(self._release(name))
 
     async def _release(self, replica_id: str) -> None:

@@ -59,6 +59,7 @@ def round_outcome(
             **round_metrics(planned, groups, finish, after),
             **carry_over_metrics(result.checked_drafts),
             **scale_down_metrics(result.released),
+            "rollout/moved_groups": float(result.moved_groups),
             **domain_metrics(groups, after, domain_of),
             "timing_s/apply_weights": result.apply_seconds,
             "idle/replica_share": result.idle_share,

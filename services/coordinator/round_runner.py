@@ -113,6 +113,7 @@ class RoundRunner:
             self._scale_down_of(state),
             log,
             draws.more,
+            rebalances=self._settings.tail_batching.rebalance,
         )
         started = time.monotonic()
         result = await runner.run(restored)
@@ -129,10 +130,12 @@ class RoundRunner:
 
     def _scale_down_of(self, state: RunState) -> ScaleDown | None:
         """What may release replicas of a round; None: the run does not."""
-        if not self._settings.tail_batching.scale_down:
+        tail = self._settings.tail_batching
+        if not tail.scale_down:
             return None
         cap = self._sampling.max_response_tokens
-        return ScaleDown(ScaleDownRules(), state.totals.trained_lengths, cap)
+        rules = ScaleDownRules(idle_only=tail.scale_down_rule == "idle")
+        return ScaleDown(rules, state.totals.trained_lengths, cap)
 
 
 def sampling_parameters(settings: RunSettings, data: RunData) -> SamplingParameters:

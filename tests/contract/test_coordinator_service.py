@@ -259,6 +259,17 @@ async def test_what_a_draining_replica_hands_back_goes_on_and_is_not_sampled_twi
     assert generated[0] >= trained_tokens
 
 
+async def test_idle_replicas_that_take_groups_over_change_no_draw_seed_step_or_response(
+    cluster: Cluster,
+) -> None:
+    expected = await trained_with(cluster, "expected")
+    cluster.rollouts[0].token_seconds = 0.01  # the other one is through long before
+    moved = await trained_with(cluster, "moved", rebalance=True)
+    assert moved[:2] == expected[:2]
+    assert sum(step.metrics["rollout/moved_groups"] for step in moved[2]) > 0
+    assert all(step.metrics["rollout/moved_groups"] == 0 for step in expected[2])
+
+
 async def test_a_replica_with_room_for_everything_leaves_the_others_their_share(
     cluster: Cluster,
 ) -> None:

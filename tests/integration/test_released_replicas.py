@@ -18,15 +18,11 @@ pytestmark = pytest.mark.timeout(300)
 PROMPTS, STEPS = 16, 4
 
 
-def values(directory: Path, *, scale_down: bool) -> dict:
+def values(directory: Path, **tail: object) -> dict:
     return proof_settings(
         directory,
         PROMPTS,
-        tail_batching={
-            "prompts_per_step": 4,
-            "responses_per_prompt": 4,
-            "scale_down": scale_down,
-        },
+        tail_batching={"prompts_per_step": 4, "responses_per_prompt": 4, **tail},
         sampling={"max_response_tokens": 240},
     )
 
@@ -34,11 +30,12 @@ def values(directory: Path, *, scale_down: bool) -> dict:
 async def test_released_replicas_change_nothing_and_come_back(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     async with running_stack(tmp_path, rollouts=2) as real:
-        expected = await real.run("undisturbed", values(tmp_path, scale_down=False))
+        expected = await real.run("undisturbed", values(tmp_path))
         moved = 0
-        for attempt in range(2):
-            run_id = f"scaled-{attempt}"
-            trace = await real.run(run_id, values(tmp_path, scale_down=True))
+        for rule in ("half", "idle"):
+            run_id = f"scaled-{rule}"
+            tail = {"scale_down": True, "scale_down_rule": rule, "rebalance": rule == "idle"}
+            trace = await real.run(run_id, values(tmp_path, **tail))
             assert trace.schedule == expected.schedule
             assert trace.responses == expected.responses
             metrics = real.metrics(run_id)

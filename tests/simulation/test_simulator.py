@@ -13,6 +13,7 @@ from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
 from rollpacker.simulation.calibration import completion_seconds
 from rollpacker.simulation.parameters import MODELS, load_parameters
 from rollpacker.simulation.scenario import FRESH, FROZEN, MEASURED, Drift, Scenario, carried
+from rollpacker.simulation.schedule import SPREAD, Schedule
 from rollpacker.simulation.simulator import Simulator, StepTrace
 from rollpacker.simulation.workload import Workload, WorkloadRules
 from rollpacker.types import RoundKind
@@ -131,7 +132,7 @@ def test_carried_tokens_are_not_decoded_again() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 8])
 def test_a_round_takes_as_long_as_the_closed_form_says(replicas: int) -> None:
-    item = scenario(rules(), scores=False, steps=3, gpus=replicas, spreads_groups=True)
+    item = scenario(rules(), scores=False, steps=3, gpus=replicas, schedule=SPREAD)
     simulator, steps = run(item)
     workload = simulator.workload
     assert isinstance(workload, Workload)
@@ -153,7 +154,10 @@ def test_a_run_is_a_function_of_its_scenario() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
 def test_replicas_released_to_training_lose_no_response(share: float, spreads: bool) -> None:
     item = scenario(
-        MODES["two levels"], scales_down=True, release_share=share, spreads_groups=spreads
+        MODES["two levels"],
+        scales_down=True,
+        release_share=share,
+        schedule=Schedule(spreads_groups=spreads),
     )
     _, steps = run(item)
     for step in steps:

@@ -44,6 +44,7 @@ class Outcome:
     aborted: list[DrawId] = field(default_factory=list)
     finish: FinishRound | None = None
     launches: int = 0
+    moves: int = 0
 
 
 class Engine:
@@ -74,11 +75,13 @@ class Engine:
                     assert self.done.finish is None
                     self.done.finish = command
 
-    def run(self, faults: int = 0) -> Outcome:
+    def run(self, faults: int = 0, *, rebalances: bool = False) -> Outcome:
         for _ in range(20_000):
             if self.done.finish:
                 return self.done
             self.now += 1
+            if rebalances:
+                self._rebalance()
             if faults and self.rng.random() < 0.05:
                 faults -= 1
                 self._fault()
@@ -87,6 +90,15 @@ class Engine:
             if self.running:
                 self._advance(self.rng.choice(list(self.running)))
         raise AssertionError(f"the round hangs: {self.round.outstanding()}")
+
+    def _rebalance(self) -> None:
+        while (found := self.round.group_to_move()) is not None:
+            draw, replica_id = found
+            assert self.running.pop(draw)[0] == replica_id
+            idle = self.round.idle_replicas()
+            self.tell(GroupInterrupted(self.now, draw, replica_id))
+            assert self.running[draw][0] in idle
+            self.done.moves += 1
 
     def _fault(self) -> None:
         if self.running and self.rng.random() < 0.5:
@@ -147,6 +159,7 @@ def play(
     capacities: tuple[int, ...] = (4, 6),
     faults: int = 0,
     restored: tuple[EmitGroup, ...] = (),
+    rebalances: bool = False,
 ) -> Outcome:
     rules, plan, draws, lengths = case
     engine = Engine(Round(rules, plan, draws), lengths, random.Random(seed))
@@ -155,7 +168,7 @@ def play(
         engine.tell(GroupRestored(0.0, group.draw, tokens))
     for name, capacity in zip("ab", capacities, strict=False):
         engine.tell(ReplicaJoined(0.0, name, capacity))
-    return engine.run(faults)
+    return engine.run(faults, rebalances=rebalances)
 
 
 def expected_winners(
@@ -200,6 +213,17 @@ def test_a_launched_draw_is_emitted_or_deferred_exactly_once(case, seed, faults)
     assert sorted(seen) == sorted(d.id for d in draws)
     assert all(d.draw.level == 1 for d in outcome.finish.deferred)
     assert [g.draw for g in outcome.emitted] == list(outcome.finish.winners)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=rounds(), seed=st.integers(0, 2**32), faults=st.integers(0, 4))
+def test_groups_that_an_idle_replica_takes_over_change_no_winner(case, seed, faults) -> None:
+    outcome = play(case, seed, faults=faults, capacities=(4, 0), rebalances=True)
+    assert outcome.finish is not None
+    assert list(outcome.finish.winners) == expected_winners(case)
+    assert [d.draw for d in outcome.finish.deferred] == [
+        d.draw for d in play(case, seed).finish.deferred
+    ]
 
 
 @settings(max_examples=200, deadline=None)
@@ -445,6 +469,25 @@ def test_more_replicas_than_prompts_leave_some_idle() -> None:
     round_ = Round(rules, RoundPlan(0, RoundKind.LONG, 0, (), 1, 1, 1), [Draw(0, "x", (1,))])
     assert len(round_.handle(ReplicaJoined(0, "a", 8))) == 1
     assert round_.handle(ReplicaJoined(0, "b", 8)) == []
+
+
+def test_an_idle_replica_takes_the_group_with_most_unfinished_responses_over() -> None:
+    draws = [Draw(0, name, (1, 1)) for name in ("x", "y", "z")]
+    x, y, z = (draw.id for draw in draws)
+    round_ = Round(TailBatchingRules(3, 2), RoundPlan(0, RoundKind.LONG, 0, (), 3, 3, 2), draws)
+    round_.handle(ReplicaJoined(0, "busy", 4))
+    round_.handle(ReplicaJoined(0, "idle", 1))
+    assert round_.group_to_move() is None  # z runs on the other
+    round_.handle(ResponseFinished(1, x, 0, 5))
+    round_.handle(ResponseFinished(1, z, 0, 5))
+    assert round_.group_to_move() is None
+    round_.handle(ResponseFinished(1, z, 1, 5))
+    assert round_.idle_replicas() == ("idle",)
+    assert round_.group_to_move() == (y, "busy")
+    assert round_.handle(GroupInterrupted(2, y, "busy")) == [LaunchGroup(y, "idle", (0, 1))]
+    assert round_.group_to_move() is None
+    round_.handle(ReplicaDraining(3, "idle"))
+    assert round_.idle_replicas() == ()
 
 
 def test_an_event_for_an_unknown_draw_is_an_error() -> None:

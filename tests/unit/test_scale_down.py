@@ -83,10 +83,21 @@ def test_a_round_releases_once_and_asks_for_loads_only_when_a_look_is_due() -> N
         return [ReplicaLoad("a", second.kv_budget_tokens, ()), second]
 
     scale_down = ScaleDown(RULES, {}, response_cap=40)
-    assert scale_down.look(0.1, lambda: loads(room)) == ()
+    assert scale_down.look(0.1, ("a",), lambda: loads(room)) == ()
     assert asked == []
-    assert scale_down.look(0.2, lambda: loads(full)) == ()
-    assert scale_down.look(0.22, lambda: loads(room)) == ()
+    assert scale_down.look(0.2, ("a",), lambda: loads(full)) == ()
+    assert scale_down.look(0.22, ("a",), lambda: loads(room)) == ()
     assert asked == [full]
-    assert scale_down.look(0.25, lambda: loads(room)) == ("a",)
-    assert scale_down.look(0.9, lambda: loads(room)) == ()
+    assert scale_down.look(0.25, ("a",), lambda: loads(room)) == ("a",)
+    assert scale_down.look(0.9, ("a",), lambda: loads(room)) == ()
+
+
+def test_idle_replicas_are_released_at_once_and_again_without_a_look_at_the_others() -> None:
+    scale_down = ScaleDown(ScaleDownRules(idle_only=True), {}, 100)
+
+    def loads() -> list[ReplicaLoad]:
+        raise AssertionError("not asked")
+
+    assert scale_down.look(0.01, (), loads) == ()
+    assert scale_down.look(0.01, ("a",), loads) == ("a",)
+    assert scale_down.look(0.02, ("b", "c"), loads) == ("b", "c")
