@@ -1,6 +1,7 @@
 """The AppArmor profile of reward: is it whole, does it hold what the sandbox needs, is it used?
 
-No parser of AppArmor 4 has read it: `apparmor_parser -QKT deploy/apparmor/rollpacker-reward`.
+Its syntax is the parser's business: `apparmor_parser -QKT deploy/apparmor/rollpacker-reward` (4.1.0
+of Debian 13 compiles it). No kernel has loaded it yet.
 """
 
 from __future__ import annotations
