@@ -7,8 +7,14 @@ BIN := .venv/bin
 help:  ## print the targets
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 22
 
-.venv/installed: pyproject.toml requirements.lock
+# What the demo needs: wheels only, no compiler.
+.venv/local: pyproject.toml requirements.lock
 	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[local]'
+	touch $@
+
+# All of it: one package of reasoning-gym is compiled here.
+.venv/installed: .venv/local
 	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[dev]'
 	touch $@
 
@@ -68,11 +74,11 @@ test-sandbox: .venv/installed  ## 960 programs at once and 10,000 mixed submissi
 	$(BIN)/python benchmarks/sandbox.py --mixed 10000
 
 .PHONY: demo
-demo: .venv/installed $(if $(filter smollm2,$(MODEL)),.local/smollm2/ready)  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n, ENGINE=sglang
+demo: .venv/local $(if $(filter smollm2,$(MODEL)),.local/smollm2/ready)  ## train a small model here, by tail batching and without; MODEL=smollm2, SEED=n, ENGINE=sglang
 	$(BIN)/rollpacker demo $(DEMO_OPTIONS)
 
 .PHONY: demo-synchronous
-demo-synchronous: .venv/installed  ## only the run without tail batching
+demo-synchronous: .venv/local  ## only the run without tail batching
 	$(BIN)/rollpacker demo --only demo-synchronous $(DEMO_OPTIONS)
 
 DEMO_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(SEED),--seed $(SEED)) \
