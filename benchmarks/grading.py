@@ -72,6 +72,14 @@ def score(response, truth):
     result = module.compute_score(response, truth)
     return max(0.0, result["score"] if isinstance(result, dict) else result)
 """
+_VERL_PRIME = """
+for name in ("verl", "verl.utils", "verl.utils.reward_score"):  # without what these import
+    holder = sys.modules[name] = types.ModuleType(name)
+    holder.__path__ = ["{packages}/" + name.replace(".", "/")]
+from verl.utils.reward_score.prime_math import compute_score
+def score(response, truth):
+    return compute_score(response, truth)[0]
+"""
 _SLIME_DAPO = _VERL
 _SLIME_DEEPSCALER = """
 module = load("rm_hub.deepscaler", "{file}", "rm_hub")
@@ -187,6 +195,7 @@ def others(packages: Path | None, slime: Path | None) -> Iterator[tuple[str, str
         directory = packages / "verl" / "utils" / "reward_score"
         for file in ("math_reward.py", "math_dapo.py"):
             yield f"verl {file}", _VERL.replace("{file}", str(directory / file))
+        yield "verl prime_math", _VERL_PRIME.replace("{packages}", str(packages))
     if slime:
         directory = slime / "slime" / "rollout" / "rm_hub"
         for file, source in (

@@ -2,8 +2,10 @@
 
     python tests/gpu/judge_on_device.py --device cuda
 
-Prints one JSON line per figure and ends with status 1 when a reply differs. Not collected by
-pytest: it is one short script for a machine with a GPU (`--device cpu` tries the script itself,
+Prints one JSON line per figure and ends with status 1 when a reply differs. Last come the speeds
+of the judge and of a neighbour that computes on the same device, alone and beside each other, and
+whether an MPS daemon shares the device out (CUDA_MPS_PIPE_DIRECTORY). Not collected by pytest: it
+is one short script for a machine with a GPU (`--device cpu` tries the script itself,
 `--model DIRECTORY` takes a real model in place of a random one).
 """
 
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +53,43 @@ def reply(
     return replies, time.perf_counter() - start
 
 
+NEIGHBOUR = """
+import sys, time, torch
+size = int(sys.argv[2])
+left = torch.randn(size, size, device=sys.argv[1])
+print("ready", flush=True)
+while True:
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.5:
+        (left @ left).sum().item()
+        count += 1
+    print(count / (time.perf_counter() - start), flush=True)
+"""
+
+
+def beside_a_neighbour(model: JudgeModel, asked: list[Request], device: str) -> dict[str, object]:
+    """Speeds of both, alone and together; the neighbour's in products of matrices per second."""
+    stays = (True,) * len(model.layers.layer_bytes)
+    replies, alone = reply(model, stays, asked)
+    tokens = sum(len(each.token_ids) for each in replies)
+    size = "4096" if device.startswith("cuda") else "256"
+    command = [sys.executable, "-c", NEIGHBOUR, device, size]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as neighbour:
+        assert neighbour.stdout
+        neighbour.stdout.readline()
+        rate_alone = float(neighbour.stdout.readline())
+        _, together = reply(model, stays, asked)
+        rate_together = float(neighbour.stdout.readline())
+        neighbour.kill()
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108  its default
+    return {
+        "check": "judge_beside_a_neighbour",
+        "mps": (Path(pipe) / "control").exists(),
+        "judge_tokens_per_second": [round(tokens / alone), round(tokens / together)],
+        "neighbour_per_second": [round(rate_alone, 1), round(rate_together, 1)],
+    }
+
+
 def main(device: str, directory: str) -> int:
     different = 0
     with tempfile.TemporaryDirectory() as name:
@@ -70,6 +111,7 @@ def main(device: str, directory: str) -> int:
             figure |= {"different": unequal, "tokens_per_second": round(tokens / seconds)}
             figure |= {"device_mib": model.layers.device_bytes >> 20}
             print(json.dumps(figure))
+        print(json.dumps(beside_a_neighbour(model, asked, device)))
         model.release()
         if device.startswith("cuda"):
             held = torch.cuda.memory_allocated() >> 20

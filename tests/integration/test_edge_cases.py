@@ -5,6 +5,7 @@ All runs follow each other on one stack, which has more replicas than some of th
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -164,6 +165,31 @@ async def test_an_epoch_begins_while_draws_of_the_last_one_are_queued(real: Real
     trace = await run(real, "epochs", 6, data=data)
     order = [int(draw.partition(":")[0]) for draw in trained_draws(trace)]
     assert order != sorted(order), "no draw was queued over the end of its epoch"
+
+
+async def test_a_run_resumes_amid_an_epoch_at_its_end_and_in_its_last_step(
+    real: RealStack,
+) -> None:
+    """Killed there: at the end all, so that engines need the weights again, else who has state."""
+    values = proof_settings(
+        real.directory,
+        8,
+        tail_batching={"mode": "synchronous", "prompts_per_step": 4, "responses_per_prompt": 2},
+        data={"path": str(real.directory / "train.jsonl"), "epochs": 2},
+    )
+    straight = await real.run("whole", values)
+    assert len(straight.schedule) == 4
+    await real.start("resumed", values)
+    state = ("coordinator", "trainer-0")
+    for moment, names in (
+        (Moment(1, 2), state),
+        (Moment(2, 0), real.stack.pids),
+        (Moment(3, OUTCOME), state),
+    ):
+        await real.reach("resumed", moment)
+        await asyncio.gather(*map(real.kill, list(names)))
+    await real.succeeded("resumed")
+    assert await real.trace("resumed") == straight
 
 
 async def test_a_prompt_that_stands_twice_in_the_data_is_two_draws(real: RealStack) -> None:
