@@ -89,6 +89,11 @@ def test_more_output_than_the_limit_is_allowed_where_it_is_expected(grader: Code
         ("import os\nprint(1, flush=True)\nos.abort()", "CRASHED"),
         ("import atexit\natexit.register(print, 1)", "CORRECT"),
         ("import threading as t\nt.Thread(target=print, args=[1]).start()", "CORRECT"),
+        (
+            "import threading as t\nend = t.Event()\n"
+            "for _ in range(30): t.Thread(target=end.wait).start()\nend.set()\nprint(1)",
+            "CORRECT",
+        ),
         ("import asyncio\nasync def f(): print(1)\nasyncio.run(f())", "CORRECT"),
         ("open('f', 'w').write('x' * (17 << 20))", "FILE_LIMIT"),
         ("for i in range(2000): open(str(i), 'w').close()", "FILE_LIMIT"),

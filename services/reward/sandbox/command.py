@@ -88,6 +88,8 @@ def _prefix(settings: SandboxSettings) -> tuple[str, ...]:
     command += ["--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     command += ["--cap-add", "CAP_SYS_ADMIN"]  # in its namespace; the runner mounts /tmp with it
     command += ["--setenv", "PYTHONHASHSEED", "0"]  # a repeat behaves the same
+    # Else each thread reserves 64 MiB of the address space for itself.
+    command += ["--setenv", "MALLOC_ARENA_MAX", "1"]
     for mount in _libraries() + _packages(settings.packages):
         command += mount.as_options()
     command += _links()
