@@ -22,6 +22,7 @@ from rollpacker.tracking_settings import TrackingSettings
 from rollpacker.trainer_settings import TrainerSettings
 
 Mode = Literal["synchronous", "overlap", "paper", "exact"]
+Placement = Literal["separate", "colocated"]
 _PATHS = ("path", "validation_path", "tokenizer")
 MAX_SEED = 2**53 - 1  # survives a JSON number
 
@@ -189,6 +190,11 @@ class RunSettings(Section):
     seed: int = Field(0, ge=0, le=MAX_SEED, description="of data order and response noise")
     model: str = Field(description="initial model: a directory that transformers loads")
     max_steps: int = Field(0, ge=0, description="stop after so many steps; 0: the data decides")
+    placement: Placement = Field(
+        "separate",
+        description="separate: engines and trainer have GPUs of their own, and work at the same"
+        " time; colocated: they take turns on the same ones, and the trainer offloads in between",
+    )
     data: DataSettings
     tail_batching: TailBatchingSettings = TailBatchingSettings()
     sampling: SamplingSettings = SamplingSettings()
@@ -211,6 +217,11 @@ class RunSettings(Section):
                     "trainer.normaliser: step_tokens with mode exact; a loss divided by the step's"
                     " own tokens weighs long responses less; use response_cap or constant"
                 )
+        if self.placement == "colocated" and self.tail_batching.scale_down:
+            raise ValueError(
+                "tail_batching.scale_down: true with placement colocated, whose trainer needs all"
+                " GPUs at once and cannot use some of them earlier; leave one of the two out"
+            )
         self._check_trainer()
         check_names("validation.sets", [source.name for source in self.held_out_sets])
         return self

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollpacker import wire
+from rollpacker.devices.holder import Devices
 from rollpacker.rpc import client
 from rollpacker.rpc.server import RpcServer
 from rollpacker.store.sample_stream import SampleStream
@@ -213,12 +214,13 @@ class ServedTrainer:
 
 @contextlib.asynccontextmanager
 async def serving_trainer(
-    redis_client: redis.asyncio.Redis, directory: Path
+    redis_client: redis.asyncio.Redis, directory: Path, devices: Devices | None = None
 ) -> AsyncIterator[ServedTrainer]:
     """A trainer of one rank in this process, with its files below `directory`."""
     torch.set_num_threads(1)
     leader = Leader(Ranks())
-    session = Session(redis_client, leader, Roots(directory / "weights", directory / "checkpoints"))
+    roots = Roots(directory / "weights", directory / "checkpoints")
+    session = Session(redis_client, leader, roots, devices)
     servicer = TrainerServicer(session, world_size=1)
     server = RpcServer(
         "127.0.0.1:0",

@@ -172,6 +172,8 @@ class RunDriver:
         context = self._context
         self._settings = settings
         self._rules = tail_batching_rules(settings)
+        # Gradients start while the rollout runs, where both have devices.
+        self._trains_early = self._rules.streams and settings.placement == "separate"
         sampling = sampling_parameters(settings, context.data)
         rewards = RewardClient(context.workers, settings.reward, context.run_id)
         self._rounds.use(settings, self._rules, sampling, rewards)
@@ -241,11 +243,9 @@ class RunDriver:
         draws = RoundDraws(self.prompts, state, planned, self._rules)
         stream = SampleStream(self._context.redis, self._context.run_id, state.step)
         restored = await stream.read_all()
-        if self._rules.streams:
+        if self._trains_early:
             await self._trainer.start_step(state.step)
         result = await self._rounds.run(state, planned, draws, restored, stream)
-        if not self._rules.streams:
-            await self._trainer.start_step(state.step)
         outcome = round_outcome(
             draws.state,
             planned,
@@ -261,6 +261,8 @@ class RunDriver:
     async def _finish(self, state: RunState, outcome: StepOutcome) -> StepResult:
         tokens = outcome.next_state.totals.trained_tokens - state.totals.trained_tokens
         snapshot = state_to_json(outcome.next_state)
+        if not self._trains_early:
+            await self._trainer.start_step(state.step)
         return await self._trainer.finish_step(state.step, outcome.draws, snapshot, tokens)
 
     async def _commit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.struct_pb2 import Struct
@@ -24,6 +25,7 @@ from rollpacker.rpc.errors import (
 from rollpacker.settings import RunSettings
 from rollpacker.types import Draw, StepResult
 from rollpacker.v1 import coordinator_service_pb2, trainer_service_pb2, trainer_service_pb2_grpc
+from services.coordinator.engine_rest import EngineRest
 from services.coordinator.workers import WorkerRegistry
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ class TrainerClient:
         self._settings = settings
         self._run_id = run_id
         self._fence = fence
+        self._engines = (
+            EngineRest(workers, run_id, fence) if settings.placement == "colocated" else None
+        )
         self.use(settings)
 
     def use(self, settings: RunSettings) -> None:
@@ -75,7 +80,7 @@ class TrainerClient:
             temperature=self._settings.sampling.temperature,
         )
         return await self._call(
-            lambda stub: stub.OpenRun(request, timeout=_OPEN_SECONDS), "OpenRun"
+            lambda stub: stub.OpenRun(request, timeout=_OPEN_SECONDS), "OpenRun", rests=True
         )
 
     async def start_step(self, step: int) -> None:
@@ -144,7 +149,7 @@ class TrainerClient:
         """A call about a step; what a restart of the trainer closed is opened again."""
         for _ in range(_REPAIRS):
             try:
-                return await self._call(make, what)
+                return await self._call(make, what, rests=True)
             except FailedPreconditionError as error:
                 if error.reason not in (*_REOPEN, "WEIGHT_VERSION_MISMATCH"):
                     raise
@@ -154,14 +159,17 @@ class TrainerClient:
                 raise RewindError(opened)
             if what != "StartStep" and opened.weight_version == step:
                 await self.start_step(step)
-        return await self._call(make, what)
+        return await self._call(make, what, rests=True)
 
     async def _call(
         self,
         make: Callable[[TrainerServiceAsyncStub], Awaitable[Result]],
         what: str,
         away_seconds: float = _AWAY_SECONDS,
+        *,
+        rests: bool = False,
     ) -> Result:
+        """`rests`: it works on devices that it may share with engines, which rest meanwhile."""
         worker = await self._workers.least_busy(coordinator_service_pb2.WORKER_KIND_TRAINER)
 
         def attempt() -> Awaitable[Result]:
@@ -170,9 +178,13 @@ class TrainerClient:
             channel = (alive[0] if alive else worker).channel
             return make(trainer_service_pb2_grpc.TrainerServiceStub(channel))
 
+        rest = self._engines.resting() if self._engines and rests else nullcontext()
         try:
-            with span(what, run=self._run_id):
-                return await call_until(attempt, seconds=away_seconds, what=f"the trainer ({what})")
+            async with rest:
+                with span(what, run=self._run_id):
+                    return await call_until(
+                        attempt, seconds=away_seconds, what=f"the trainer ({what})"
+                    )
         except (UnavailableError, DeadlineExceededError) as error:
             raise type(error)(
                 error.reason,
@@ -184,6 +196,7 @@ class TrainerClient:
 def _trainer_settings(settings: RunSettings) -> Struct:
     """The `trainer` section, and the numbers of other sections that the normaliser needs."""
     values: dict[str, Any] = settings.trainer.model_dump(mode="json")
+    values["offload"] = settings.trainer.offload or settings.placement == "colocated"
     values["prompts_per_step"] = settings.tail_batching.prompts_per_step
     values["responses_per_prompt"] = settings.tail_batching.responses_per_prompt
     values["max_response_tokens"] = settings.sampling.max_response_tokens

@@ -14,6 +14,7 @@ import grpc.aio
 import torch
 import uvloop
 
+from rollpacker.devices.holder import worker_devices
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
 from rollpacker.observability.tracing import set_up_tracing
@@ -46,7 +47,8 @@ def main() -> None:
     settings = TrainerServiceSettings()
     set_up_logging("trainer", settings.log_level, settings.log_format, settings.worker_id)
     torch.set_num_threads(settings.threads)
-    ranks = Ranks(settings.device, settings.rank_timeout_seconds, settings.shard_size)
+    meter = settings.meter()
+    ranks = Ranks(settings.device, settings.rank_timeout_seconds, settings.shard_size, meter)
     _log.info(
         "rank %d of %d on %s: shard %d of replica %d",
         ranks.rank,
@@ -71,7 +73,9 @@ async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
     set_up_tracing("trainer", settings.trace_endpoint, settings.worker_id)
     leader = Leader(ranks)
     redis = open_client(settings.redis_url, socket_timeout=_REDIS_TIMEOUT_SECONDS)
-    session = Session(redis, leader, Roots(settings.weights_root, settings.checkpoint_root))
+    devices = worker_devices(settings, settings.meter(), bound=True)
+    roots = Roots(settings.weights_root, settings.checkpoint_root)
+    session = Session(redis, leader, roots, devices, ranks.world_size)
     servicer = TrainerServicer(session, ranks.world_size)
     host = settings.broadcast_host
     broadcaster = Broadcaster(host, settings.broadcast_seconds) if host else None
@@ -93,12 +97,13 @@ async def lead(settings: TrainerServiceSettings, ranks: Ranks) -> None:
             settings.metrics_address, lambda: trainer_readings(session, ranks.world_size)
         )
 
-    background = [leader.watch, heartbeat, metrics]
+    background = [leader.watch, heartbeat, metrics, devices.keep]
     try:
         await serve(server, address_file=settings.address_file, background=background)
     finally:
         await session.close()
         await leader.close()
+        await devices.leave()
         await redis.aclose()
 
 

@@ -90,8 +90,17 @@ class OpenRun:
         )
 
     @classmethod
-    async def load(cls, redis: Redis, leader: Leader, spec: RunSpec, roots: Roots) -> OpenRun:
+    async def load(
+        cls,
+        redis: Redis,
+        leader: Leader,
+        spec: RunSpec,
+        roots: Roots,
+        devices: tuple[str, ...] = (),
+    ) -> OpenRun:
         """The newest checkpoint of the run, or else the initial model, loaded and published.
+
+        `devices`: of the ranks, where they are claimed.
 
         Raises FailedPreconditionError (SETTINGS_DIFFER), NotFoundError (MODEL_NOT_FOUND).
         """
@@ -99,7 +108,7 @@ class OpenRun:
         if newest and newest.record.settings_hash != spec.settings_hash():
             raise settings_differ(spec.run_id)
         path = newest.path if newest else None
-        command = Open(spec.model_directory, spec.settings, spec.temperature, path)
+        command = Open(spec.model_directory, spec.settings, spec.temperature, path, devices)
         try:
             await leader.everywhere(command)
         except ModelNotFoundError as error:

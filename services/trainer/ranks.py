@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rollpacker.devices.memory import Meter
 from services.trainer.work_queues import WorkQueues
 
 _BUCKET_ELEMENTS = 1 << 25  # of one all-reduce over the replicas: 128 MiB in float32
@@ -43,12 +44,20 @@ class Ranks:
     """This process among the trainer's processes."""
 
     def __init__(
-        self, device_type: str = "cpu", timeout_seconds: float = 600.0, shard_size: int = 0
+        self,
+        device_type: str = "cpu",
+        timeout_seconds: float = 600.0,
+        shard_size: int = 0,
+        meter: Meter | None = None,
     ) -> None:
         """Join the group that torchrun describes in the environment; without it, be alone.
 
-        `shard_size` ranks hold one copy of the model, 0 means all. Raises ShardSizeError.
+        `shard_size` ranks hold one copy of the model, 0 means all. With a meter no device is
+        touched before `use_devices`. Raises ShardSizeError.
         """
+        self._meter = meter
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._has_device = meter is None
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.shard_size = shard_size or self.world_size
@@ -61,7 +70,7 @@ class Ranks:
         self.replica, self.shard = divmod(self.rank, self.shard_size)
         self.device = torch.device(device_type)
         if device_type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            self.device = torch.device("cuda", self._local_rank)
         self.mesh: DeviceMesh | None = None  # of this rank's replica; None: it is this rank alone
         self._control: dist.ProcessGroup | None = None
         self._shards: dist.ProcessGroup | None = None
@@ -70,24 +79,30 @@ class Ranks:
         self.saving: dist.ProcessGroup | None = None  # of the threads that write checkpoints
         if self.world_size > 1:
             self._join(device_type, timedelta(seconds=timeout_seconds))
+            if self._has_device:
+                self._make_mesh()
 
     def _join(self, device_type: str, timeout: timedelta) -> None:
         backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timeout)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
-        shape = (self.replica_count, self.shard_size)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
         if self.shard_size > 1:
-            self.mesh = mesh["shard"]
             for replica in range(self.replica_count):
                 ranks = [replica * self.shard_size + shard for shard in range(self.shard_size)]
                 group = dist.new_group(ranks, backend="gloo", timeout=timeout)
                 if replica == self.replica:
                     self._shards = group
         if self.replica_count > 1:
-            self._replicas = mesh.get_group("replicate")
             self.queues = WorkQueues.join(self.is_leader, self._control, timeout)
+
+    def _make_mesh(self) -> None:
+        shape = (self.replica_count, self.shard_size)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        if self.shard_size > 1:
+            self.mesh = mesh["shard"]
+        if self.replica_count > 1:
+            self._replicas = mesh.get_group("replicate")
 
     @property
     def is_leader(self) -> bool:
@@ -95,8 +110,25 @@ class Ranks:
 
     def enter_thread(self) -> None:
         """To be called once in the thread that does the torch work."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self._has_device:
             torch.cuda.set_device(self.device)
+
+    def use_devices(self, devices: Sequence[str]) -> None:
+        """The devices of this host's ranks, one each. Collective, in the thread that does the torch
+        work. Repeat: no effect, they stay the same."""
+        if self._has_device or self._meter is None:
+            return
+        on_gpu = self.device.type == "cuda"
+        self._meter.keep_to(devices if on_gpu else devices[self._local_rank :][:1])
+        self._has_device = True
+        self.enter_thread()
+        if self.world_size > 1:
+            self._make_mesh()
+
+    def holds(self, size: int) -> None:
+        """Tell the meter how many bytes this rank has on its device."""
+        if self._meter is not None:
+            self._meter.hold(size)
 
     def take(self) -> Any:
         """The next work of this replica, for this rank. Not for the leader's replica's shard 0."""

@@ -16,6 +16,7 @@ ends the process, and the run goes on from its newest checkpoint.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -47,6 +48,7 @@ class Open:
     settings: OpenRunSettings
     temperature: float
     checkpoint: Path | None
+    devices: tuple[str, ...] = ()  # of this host's ranks, where they are claimed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class GatherWeights:
 @dataclass(frozen=True, slots=True)
 class PutAway:
     """Between steps: keep the tensors in host memory; the next command that needs them brings them
-    back."""
+    back. Without a run: free what it left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,10 @@ class Replica:
                 return self._gather(with_base)
             case Shutdown():
                 self._finish_saving()
+                self._forget()
                 self._ranks.sum(torch.zeros(1))  # nobody leaves before all have heard of it
             case PutAway():
-                if self._run is not None:
-                    self._run.offload.put_away()
+                self._put_away()
         return None
 
     @property
@@ -179,7 +181,8 @@ class Replica:
         return self._opened
 
     def _open(self, command: Open) -> None:
-        self._run = None  # frees the memory of the last run
+        self._forget()
+        self._ranks.use_devices(command.devices)
         failure: ModelNotFoundError | None = None
         try:
             model = PolicyModel(
@@ -203,8 +206,22 @@ class Replica:
             model, command.settings, command.temperature, self._ranks, reference
         )
         modules = [model.module, *([reference.module] if reference else [])]
-        offload = Offload(modules, optimizer, self._ranks.device)
+        offload = Offload(modules, optimizer, self._ranks.device, self._ranks.holds)
         self._run = _Run(model, optimizer, accumulator, command.settings, offload)
+
+    def _put_away(self) -> None:
+        if self._run is None:
+            self._forget()
+        else:
+            self._run.offload.put_away()
+
+    def _forget(self) -> None:
+        """Free the memory of the run that was open."""
+        self._run = None
+        if self._ranks.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._ranks.holds(0)
 
     def _reference(self, command: Open) -> PolicyModel:
         """The initial model, which is never trained."""

@@ -10,6 +10,8 @@ Invariants:
 - An update is applied once, whoever asks and however often; see `open_run` for what it leaves.
 - A call that was cancelled (its caller gave up) leaves the work running; a repeat joins it.
 - Fences only grow; a call with a lower one changes nothing.
+- Devices that are claimed are held while a step is open, and for as long as a call works on them;
+  a run without `offload` keeps them in between too.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from rollpacker.devices.holder import Devices, NoDevices
 from rollpacker.rpc.errors import FailedPreconditionError, stale_fence
 from rollpacker.types import Draw, DrawId, StepResult
 from services.trainer.leader import Leader
 from services.trainer.open_run import OpenRun, Roots, Weights, settings_differ
 from services.trainer.open_step import OpenStep
-from services.trainer.replica import BeginStep, DropSums
+from services.trainer.replica import BeginStep, DropSums, PutAway
 from services.trainer.settings import RunSpec
 
 _CLOSE_SECONDS = 20.0  # torchrun kills after 30
@@ -44,7 +47,17 @@ class Activity(enum.Enum):
 class Session:
     """The trainer's one run and its one open step; lives in the leader's event loop."""
 
-    def __init__(self, redis: Redis, leader: Leader, roots: Roots) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        leader: Leader,
+        roots: Roots,
+        devices: Devices | None = None,
+        device_count: int = 1,
+    ) -> None:
+        """`device_count`: that the ranks need."""
+        self._devices = devices or NoDevices()
+        self._device_count = device_count
         self._redis = redis
         self._leader = leader
         self._roots = roots
@@ -125,6 +138,7 @@ class Session:
             result = await self._update_once(open_step, draws, run_snapshot_json)
         else:
             result = await run.result_of(step)
+            await _uncancelled(self._rest())
         _check_same_draws(step, result, {draw.id for draw in draws})
         return result
 
@@ -158,6 +172,9 @@ class Session:
             run = self._run
             if run and run.spec.run_id == spec.run_id:
                 if run.settings_hash == spec.settings_hash():
+                    if run.spec.settings.offload and self._devices.held:
+                        await self._close_step()
+                        await self._give_back()
                     return run.progress.weights
                 if run.weight_version > 0:
                     raise settings_differ(spec.run_id)
@@ -165,7 +182,13 @@ class Session:
             if run:
                 await run.close()
             self._run = None
-            self._run = await OpenRun.load(self._redis, self._leader, spec, self._roots)
+            devices = await self._devices.claim(self._device_count)
+            try:
+                self._run = await OpenRun.load(
+                    self._redis, self._leader, spec, self._roots, devices
+                )
+            finally:
+                await self._give_back()
             return self._run.progress.weights
 
     async def _start_step(
@@ -182,12 +205,17 @@ class Session:
                     f"the trainer holds weight version {version}, step {step} was sampled by"
                     f" {weight_version}; start step {version}, or open the run again",
                 )
+            await self._devices.claim(self._device_count)
             await self._leader.everywhere(begin)
             self._step = OpenStep(self._redis, self._leader, run_id, step, run.spec.settings)
 
     async def _save_checkpoint(self, run_id: str) -> int:
         async with self._lock:  # an update that is under way holds it
-            return await self._opened(run_id).save()
+            run = self._opened(run_id)
+            await self._devices.claim(self._device_count)
+            version = await run.save()
+            await self._give_back()
+            return version
 
     async def _abandon_step(self, run_id: str, step: int) -> None:
         async with self._lock:
@@ -197,6 +225,18 @@ class Session:
                 )
             if self._step and self._step.step == step:
                 await self._close_step()
+            await self._give_back()
+
+    async def _rest(self) -> None:
+        async with self._lock:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Under the lock: between steps a run with `offload` holds no devices."""
+        keeps = self._run is not None and not self._run.spec.settings.offload
+        if self._devices.held and self._step is None and not keeps:
+            await self._leader.everywhere(PutAway())
+            await self._devices.release()
 
     async def _close_step(self) -> None:
         """Under the lock: forget the open step and its sums."""
@@ -231,7 +271,9 @@ class Session:
             await run.update(open_step, draws, run_snapshot_json)
             self._step = None
             await open_step.close()
-            return await run.result_of(open_step.step)
+            result = await run.result_of(open_step.step)
+            await self._give_back()
+            return result
 
 
 async def _uncancelled(work: Coroutine[Any, Any, Result]) -> Result:

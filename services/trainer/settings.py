@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any
 from pydantic import Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
+from rollpacker.devices.memory import Meter
+from rollpacker.devices.settings import DeviceWorkerSettings
 from rollpacker.rpc.errors import InvalidArgumentError
-from rollpacker.settings import WorkerSettings
 from rollpacker.trainer_settings import TrainerSettings
 from services.trainer.lora import Lora
 
 
-class TrainerServiceSettings(WorkerSettings):
+class TrainerServiceSettings(DeviceWorkerSettings):
     """The trainer process; every rank reads the same."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="ROLLPACKER_TRAINER_")
@@ -48,6 +50,19 @@ class TrainerServiceSettings(WorkerSettings):
     broadcast_seconds: float = Field(
         60, gt=0, description="a broadcast that stalls for so long is given up"
     )
+
+    def meter(self) -> Meter | None:
+        """See DeviceWorkerSettings. Raises ValueError for ranks on several hosts."""
+        meter = super().meter()
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        here = os.environ.get("LOCAL_WORLD_SIZE", ranks)
+        if meter is not None and here != ranks:
+            raise ValueError(
+                f"device_leases: {here} of {ranks} ranks are on this host, and a trainer claims"
+                " GPUs of its own host only; give each host's ranks GPUs of their own and set"
+                " ROLLPACKER_TRAINER_DEVICE_LEASES=false"
+            )
+        return meter
 
 
 class OpenRunSettings(TrainerSettings):

@@ -70,6 +70,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.resizes = True
         self.preempts = 0  # of the last group at tensor-parallel size 1
         self.preemption_count = 0
+        self.applied = asyncio.Event()  # a spec was
         self.sizes: list[int] = []  # that were asked for, one after the other
         self.decoded_tokens = 0
         self.running = 0
@@ -88,6 +89,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self._check_fence(request.fence)
         self.spec = wire.engine_spec_from_proto(request.spec)
         self.sizes.append(self.spec.tensor_parallel_size)
+        self.applied.set()
         return rollout_service_pb2.ApplyEngineSpecResponse(spec=request.spec)
 
     async def GetEngine(self, request: Any, context: Any) -> Any:
@@ -247,6 +249,10 @@ class TrainerDisk:
     snapshots: dict[int, str] = field(default_factory=dict)  # by weight version
 
 
+async def _nothing(_: str) -> None:
+    pass
+
+
 class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
     def __init__(self, redis: Redis, disk: TrainerDisk) -> None:
         self._redis = redis
@@ -258,6 +264,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self.crash_after_update = 0
         self.values: dict[int, tuple[float, float]] = {}  # learning rate, temperature by step
         self.saved: list[int] = []  # versions of SaveCheckpoint
+        self.before_work = _nothing  # awaited with the name of each call that needs a device
         self.abandons = asyncio.Event()  # AbandonStep waits for it
         self.abandons.set()
 
@@ -265,6 +272,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         self.version, self.open_step = None, None
 
     async def OpenRun(self, request: Any, context: Any) -> Any:
+        await self.before_work("OpenRun")
         if request.run_id != self.run_id:
             self.restart()
             self.disks[self.run_id] = self.disk
@@ -278,6 +286,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         )
 
     async def StartStep(self, request: Any, context: Any) -> Any:
+        await self.before_work("StartStep")
         if self.version is None:
             raise FailedPreconditionError("RUN_NOT_OPEN", "OpenRun comes first")
         if self.version not in (request.step, request.step + 1):
@@ -293,6 +302,7 @@ class FakeTrainer(trainer_service_pb2_grpc.TrainerServiceServicer):
         return trainer_service_pb2.TrainerServiceSaveCheckpointResponse(weight_version=self.version)
 
     async def FinishStep(self, request: Any, context: Any) -> Any:
+        await self.before_work("FinishStep")
         draws = tuple(wire.draw_from_proto(draw) for draw in request.draws)
         if self.version is None:
             raise FailedPreconditionError("RUN_NOT_OPEN", "OpenRun comes first")

@@ -1,52 +1,88 @@
-"""Real services on fake GPUs: who holds which device, and that no two ever hold one at once."""
+"""Real services on fake GPUs: who holds which device, and that no two ever hold one at once.
+
+A fake GPU has room for the engine of the tiny model or for its trainer, not for both; its history
+tells who held it when.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from rollpacker.devices.fake import HISTORY, make_fake_gpus
-from tests.integration.real_runs import Moment, proof_settings, running_stack, trained_draws
+from tests.integration.real_runs import (
+    OUTCOME,
+    Moment,
+    RealStack,
+    proof_settings,
+    running_stack,
+    trained_draws,
+)
 from tests.tiny_run import write_model
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
-PROMPTS = 16
-SIZE = 300_000  # bytes of a device: room for the tiny model's engine or its trainer, not for both
-
-
-@pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the fake GPUs are that the services of a test claim; two of them."""
-    make_fake_gpus(tmp_path / "gpus", 2, SIZE)
-    monkeypatch.setenv("ROLLPACKER_COORDINATOR_DEVICE_LEASE_SECONDS", "2")
-    monkeypatch.setenv("ROLLPACKER_ROLLOUT_FAKE_DEVICES", str(tmp_path / "gpus"))
-    yield tmp_path / "gpus"
-    assert not [line for line in history(tmp_path / "gpus") if len(line["holders"]) > 1]
+PROMPTS = 12
+SIZE = 300_000  # bytes of a device
+REPLICAS = {"rollout-0", "rollout-1"}
 
 
-def history(gpus: Path) -> list[dict]:
-    return [json.loads(line) for line in (gpus / HISTORY).read_text().splitlines()]
+@asynccontextmanager
+async def stack_on_gpus(directory: Path, count: int) -> AsyncIterator[RealStack]:
+    """Two replicas and a trainer that claim fake GPUs, `count` in all."""
+    gpus = directory / "gpus"
+    make_fake_gpus(gpus, count, SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLPACKER_COORDINATOR_DEVICE_LEASE_SECONDS", "2")
+        for service in ("ROLLOUT", "TRAINER"):
+            patch.setenv(f"ROLLPACKER_{service}_FAKE_DEVICES", str(gpus))
+        async with running_stack(directory, rollouts=2) as real:
+            yield real
+    assert all(len(line["holders"]) <= 1 for line in history(directory))
 
 
-async def test_replicas_hold_devices_of_their_own_and_a_killed_one_gets_its_own_back(
-    tmp_path: Path, gpus: Path
+def history(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "gpus" / HISTORY).read_text().splitlines()]
+
+
+async def test_placements_train_the_same_over_kills_and_no_device_has_two_holders(
+    tmp_path: Path,
 ) -> None:
     write_model(tmp_path / "model")
-    async with running_stack(tmp_path, rollouts=2) as real:
-        run_id, values = "scaled", proof_settings(tmp_path, PROMPTS)
-        await real.start(run_id, values)
-        await real.reach(run_id, Moment(1, 0))
-        before = await real.devices()
-        assert sorted(before.values()) == ["rollout-0", "rollout-1"]
+    values = proof_settings(tmp_path, PROMPTS)
+
+    async with stack_on_gpus(tmp_path / "separate", 3) as real:
+        await real.start("r", values)
+        await real.reach("r", Moment(1, 0))
+        held = await real.devices()
+        assert sorted(held.values()) == [*sorted(REPLICAS), "trainer-0"]
         await real.kill("rollout-0")
-        await real.succeeded(run_id)
-        async with asyncio.timeout(60):
-            while await real.devices() != before:
-                await asyncio.sleep(0.05)
-        assert len(set(trained_draws(await real.trace(run_id)))) == PROMPTS
-    assert {line["device"] for line in history(gpus)} == {"fake-0", "fake-1"}
+        await real.succeeded("r")
+        assert await real.devices() == held, "the killed one's is its own still"
+        expected = await real.trace("r")
+    assert len(set(trained_draws(expected))) == PROMPTS
+
+    async with stack_on_gpus(tmp_path / "colocated", 2) as real:
+        await real.start("r", values | {"placement": "colocated"})
+        await real.decoding("r", 0)
+        assert set((await real.devices()).values()) == REPLICAS
+        await real.kill("rollout-0")  # amid a round, with its device
+        await real.reach("r", Moment(1, OUTCOME))
+        await real.kill("trainer-0")  # with its device, or just before
+        await real.reach("r", Moment(2, 1))
+        await real.kill("coordinator")
+        await real.succeeded("r")
+        trace = await real.trace("r")
+    assert trace.schedule == expected.schedule
+    assert trace.responses == expected.responses
+    holders = [
+        line["process"]
+        for line in history(tmp_path / "colocated")
+        if line["device"] == "fake-0" and line["bytes"]
+    ]
+    assert sum(a != b for a, b in pairwise(holders)) > len(trace.schedule), "sides took turns"

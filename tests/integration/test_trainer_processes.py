@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -18,11 +19,16 @@ from pathlib import Path
 
 import pytest
 
+from rollpacker.devices.fake import HISTORY, make_fake_gpus
+from rollpacker.devices.store import DeviceLeases
 from rollpacker.rpc import client
 from rollpacker.rpc.errors import NotFoundError
+from rollpacker.rpc.server import RpcServer
 from rollpacker.store import keys
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.v1 import trainer_service_pb2_grpc
+from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from services.coordinator.device_server import DeviceServicer
 from tests.trainer_support import (
     RUN,
     ServedTrainer,
@@ -81,9 +87,9 @@ class TrainerProcess(ServedTrainer):
 
 @contextlib.asynccontextmanager
 async def trainer_process(
-    redis_url: str, directory: Path, ranks: int = 1, shard_size: int = 0
+    redis_url: str, directory: Path, ranks: int = 1, shard_size: int = 0, **more: str
 ) -> AsyncIterator[TrainerProcess]:
-    """Start a trainer, wait until it serves; at the end nothing of it is left."""
+    """Start a trainer, wait until it serves; at the end nothing of it is left. `more`: settings."""
     address_file = directory / "address"
     address_file.unlink(missing_ok=True)
     settings = {
@@ -94,6 +100,7 @@ async def trainer_process(
         "WEIGHTS_ROOT": str(directory / "weights"),
         "CHECKPOINT_ROOT": str(directory / "checkpoints"),
         "SHARD_SIZE": str(shard_size),
+        **more,
     }
     environment = {f"ROLLPACKER_TRAINER_{name}": value for name, value in settings.items()}
     launcher = ["-m"]
@@ -281,3 +288,37 @@ async def test_a_kill_between_checkpoint_and_record_loses_nothing(
         assert (await trainer.train(redis_client, 1, make_groups(1))).weight_version == 2
         trainer.end(signal.SIGTERM)
         assert await trainer.ended() == 0
+
+
+class Devices(DeviceServicer):
+    """The part of a coordinator that lends devices."""
+
+    def __init__(self, leases: DeviceLeases) -> None:
+        self._devices = leases
+
+
+async def test_ranks_hold_a_device_each_while_a_step_is_open(
+    model, redis_url, redis_client, tmp_path
+):
+    gpus, leases = tmp_path / "gpus", DeviceLeases(redis_client, 30)
+    make_fake_gpus(gpus, 2, 10_000_000)
+    server = RpcServer(
+        "127.0.0.1:0", [], lambda to: add_CoordinatorServiceServicer_to_server(Devices(leases), to)
+    )
+    await server.start()
+    settings = {"FAKE_DEVICES": str(gpus), "COORDINATOR_ADDRESS": server.address}
+    async with trainer_process(redis_url, tmp_path, 2, **settings) as trainer:
+        await trainer.open(open_run_request(model, trainer_settings(offload=True)))
+        assert (await leases.load()).leases == {}
+        await trainer.start(0)
+        assert list((await leases.load()).leases) == ["fake-0", "fake-1"]
+        await fill_stream(redis_client, 0, make_groups(0))
+        await trainer.finish(0, draws_of(make_groups(0)))
+        assert (await leases.load()).leases == {}
+    lines = [json.loads(line) for line in (gpus / HISTORY).read_text().splitlines()]
+    for name in ("fake-0", "fake-1"):
+        of_one = [line for line in lines if line["device"] == name]
+        assert len({line["process"] for line in of_one}) == 1, "each rank has its own"
+        is_held = [line["bytes"] > 0 for line in of_one]
+        assert is_held == [True, False, True, False], "while the run is opened, and in the step"
+    await server.stop()
