@@ -173,7 +173,8 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def build_images(directory: Path, tag: str) -> None:
     """Build the images of the four services by their Dockerfiles."""
     with served(wheels(directory)) as url:
-        arguments = ("--build-arg", "PIP_NO_INDEX=1", "--build-arg", f"PIP_FIND_LINKS={url}")
+        arguments = ["--build-arg", "PIP_NO_INDEX=1", "--build-arg", f"PIP_FIND_LINKS={url}"]
+        arguments += ["--build-arg", "COMPILER="]  # all are wheels
         for service in SERVICES:
             run("docker", "build", "--network", "host", *arguments, "-t",
                 f"rollpacker-{service}:{tag}", "-f", ROOT / "services" / service / "Dockerfile",
