@@ -41,6 +41,7 @@ class RoundArguments:
     plan: RoundPlan
     draws: tuple[Draw, ...]  # in the order of the race
     expected_tokens: Mapping[DrawId, int]
+    prompt_tokens: float = 0.0  # of a prompt, on average: for the planner, not for the round
 
     def make(self) -> Round:
         """A new round."""
@@ -161,6 +162,7 @@ def _arguments_to_json(arguments: RoundArguments) -> dict[str, Any]:
         "plan": _fields(arguments.plan),
         "draws": _plain(arguments.draws),
         "expected_tokens": expected,
+        "prompt_tokens": arguments.prompt_tokens,
     }
 
 
@@ -171,6 +173,7 @@ def _arguments_from_json(values: Mapping[str, Any]) -> RoundArguments:
         _made(RoundPlan, plan, kind=RoundKind, queued=_draws, protected=_draw_ids),
         _draws(values["draws"]),
         {DrawId(epoch, prompt): tokens for epoch, prompt, tokens in values["expected_tokens"]},
+        values.get("prompt_tokens", 0.0),
     )
 
 

@@ -16,13 +16,15 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollpacker.data_settings import DataSettings, DataSource, GraderName, check_names
+from rollpacker.ladders import DEFAULT_FACTORS
 from rollpacker.observability.logs import LogFormat
 from rollpacker.section import Section
 from rollpacker.tracking_settings import TrackingSettings
 from rollpacker.trainer_settings import TrainerSettings
 
-Mode = Literal["synchronous", "overlap", "paper", "exact"]
+Mode = Literal["synchronous", "overlap", "paper", "exact", "auto"]
 Placement = Literal["separate", "colocated"]
+_BY_SEED = ("exact", "auto")  # replay deferred draws by seed
 _PATHS = ("path", "validation_path", "tokenizer")
 MAX_SEED = 2**53 - 1  # survives a JSON number
 
@@ -30,15 +32,23 @@ MAX_SEED = 2**53 - 1  # survives a JSON number
 class TailBatchingSettings(Section):
     """How rounds are scheduled; see docs/architecture.md."""
 
-    mode: Mode = "exact"
+    mode: Mode = Field(
+        "exact",
+        description="auto: as exact, with levels and speculation factors planned from what the run"
+        " measures",
+    )
     prompts_per_step: int = Field(32, ge=1, description="P0: prompt groups per optimizer update")
     responses_per_prompt: int = Field(8, ge=1, description="R0: responses per prompt group")
     deferral_levels: int | None = Field(
-        None, ge=0, le=8, description="L; default by mode: exact 2, paper 1, else 0"
+        None,
+        ge=0,
+        le=8,
+        description="L; default by mode: exact 2, paper 1, auto 3 to begin with, else 0",
     )
     speculation_factors: tuple[float, ...] | None = Field(
         None,
-        description="eta of levels 0 to L-1, each in 1..2; default exact 1.75, 2.0; paper 1.25",
+        description="eta of levels 0 to L-1, each in 1..2; default exact 1.75, 2.0; paper 1.25;"
+        " auto begins with 2, 2, 2",
     )
     response_speculation_factor: float | None = Field(
         None, ge=1, le=4, description="eta_R; above 1 in mode paper only, default 1.25 there"
@@ -127,17 +137,15 @@ class TailBatchingSettings(Section):
             return self.deferral_levels
         if self.speculation_factors is not None:
             return len(self.speculation_factors)
-        return {"exact": 2, "paper": 1}.get(self.mode, 0)
+        return len(DEFAULT_FACTORS.get(self.mode, ()))
 
     @property
     def resolved_speculation_factors(self) -> tuple[float, ...]:
         """eta per level below the last, or the defaults of this mode."""
         if self.speculation_factors is not None:
             return self.speculation_factors
-        levels = self.resolved_levels
-        if self.mode == "paper":
-            return (1.25,) * levels
-        return (1.75, *(2.0,) * (levels - 1)) if levels else ()
+        usual, levels = DEFAULT_FACTORS.get(self.mode, ()), self.resolved_levels
+        return (*usual[:levels], *(2.0,) * (levels - len(usual)))
 
     @property
     def resolved_response_speculation_factor(self) -> float:
@@ -205,17 +213,18 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.tail_batching.mode == "exact":
+        mode = self.tail_batching.mode
+        if mode in _BY_SEED:
             if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
                 raise ValueError(
                     f"sampling: top_p {self.sampling.top_p}, top_k {self.sampling.top_k} with mode"
-                    " exact; it replays responses by seed, which needs top_p 1 and top_k 0"
+                    f" {mode}; it replays responses by seed, which needs top_p 1 and top_k 0"
                     " (with truncation the noise is indexed by rank, not by token)"
                 )
             if self.trainer.resolved_normaliser == "step_tokens":
                 raise ValueError(
-                    "trainer.normaliser: step_tokens with mode exact; a loss divided by the step's"
-                    " own tokens weighs long responses less; use response_cap or constant"
+                    f"trainer.normaliser: step_tokens with mode {mode}; a loss divided by the"
+                    " step's own tokens weighs long responses less; use response_cap or constant"
                 )
         if self.placement == "colocated" and self.tail_batching.scale_down:
             raise ValueError(

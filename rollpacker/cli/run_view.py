@@ -120,6 +120,8 @@ class EventLines:
             self._raised = {alarm.name for alarm in raised}
             said = [f"alarm {alarm.name}: {alarm.text}" for alarm in new]
             return [step_line(event.step_finished), *said]
+        if kind == "ladder_chosen":
+            return [f"step {event.ladder_chosen.step} {printable(event.ladder_chosen.reason)}"]
         if kind == "run_changed" and (line := run_line(event.run_changed)) != self._run:
             self._run = line
             return [line]

@@ -46,6 +46,8 @@ METRICS = (
     Metric("timing_s/apply_weights", "s", "until the first replica served the weights"),
     Metric("tail/level", "", "deferral level of the round"),
     Metric("tail/is_long", "", "1 when it was no short round"),
+    Metric("tail/deferral_levels", "", "L in force"),
+    Metric("tail/speculation_factor_N", "", "eta of level N in force"),
     Metric("tail/launched_groups", "groups", "groups that the round launched"),
     Metric("tail/kept_groups", "groups", "groups that it trains"),
     Metric("tail/deferred_groups", "groups", "groups that it put off"),

@@ -50,6 +50,7 @@ class GroupLaw:
     def __init__(self, groups: Sequence[ObservedGroup], cap: int) -> None:
         kept, self.stand_in = _redistributed(groups)
         total = sum(weight for _, weight in kept)
+        self.size = effective_size([group.weight for group in groups])
         self.keys = [float(group.longest) for group, _ in kept]
         self.upto = [0.0]  # share of the groups before the i-th
         for _, weight in kept:
@@ -95,6 +96,11 @@ class GroupLaw:
         part = (share - self.upto[place]) / width if width > 0 else 0.0
         total = sums[place] + (sums[place + 1] - sums[place]) * part
         return total / max(1e-12, 1.0 - share)
+
+
+def effective_size(weights: Sequence[float]) -> float:
+    """So many groups of equal weight would say as much."""
+    return sum(weights) ** 2 / sum(weight**2 for weight in weights)
 
 
 def _redistributed(

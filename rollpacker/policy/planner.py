@@ -48,7 +48,7 @@ class PlannerRules:
     max_response_tokens: int  # the cap
     max_deferral_age: int = 32  # steps
     length_tolerance: float = 0.02  # of the trained mean length, both ways
-    min_gain: float = 0.05  # of the trained tokens per second, for a change
+    min_gain: float = 0.03  # of the rollout's seconds, for a change
     max_levels: int = 3
     min_groups: int = 64  # seen before anything is planned
     max_stand_in: float = 4.0  # groups for which the longest complete one may stand
@@ -122,9 +122,9 @@ def choose_ladder(
     allowed = [f for f in forecasts.values() if _allowed(rules, f)]
     best = max(allowed or [forecasts[()]], key=lambda item: item.tokens_per_second)
     now = forecasts[present]
-    gain = best.tokens_per_second / now.tokens_per_second - 1.0
+    gain = _gain(engine, now, best)
     if _allowed(rules, now) and gain < rules.min_gain:
-        return LadderChoice(present, f"keeps {_describe(now)}: the best other gains {gain:.1%}")
+        return LadderChoice(present, f"keeps {_describe(now)}: the best other saves {gain:.1%}")
     return LadderChoice(
         best.factors, f"takes {_describe(best)} instead of {_describe(now)}: {len(groups)} groups"
     )
@@ -143,15 +143,16 @@ def forecast(
     for level in range(1, len(rates)):
         ages.append(ages[-1] + total_rate / rates[level] / 2.0)
     pool = [item.mass for item in law.bins]  # of what a level launches
-    seconds, trained, reached = 0.0, 0.0, 0.0
+    seconds, trained, reached, behind = 0.0, 0.0, 0.0, law.size
     for level, rate in enumerate(rates):
         factor = factors[level] if level < len(factors) else 1.0
         start = rules.acceptance(ages[level]) * reached
-        ends = _ends(rules, law, pool, factor)
+        ends = _ends(rules, law, pool, factor, behind)
         seconds += rate * fmean(_round_seconds(rules, engine, law, pool, factor, start, ends))
         kept, lost = _race(pool, 1.0 / factor)
         trained += rate * _mean_tokens(law, kept)
         reached = ends[1]
+        behind *= 1.0 - 1.0 / factor
         if level + 1 < len(rates):
             pool = _again(rules, law, lost, ages[level + 1])
     mean_seconds = seconds / total_rate
@@ -230,18 +231,22 @@ def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
     return law.bins[-1].key
 
 
-def _ends(rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float) -> list[float]:
+def _ends(
+    rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float, behind: float
+) -> list[float]:
     """Longest needed response of a round, in tokens: three equally likely cases.
 
-    The share of the launched groups that are short varies from round to round; where it matters
-    most, at the edge of those that never stop, its mean says little.
+    The share of the launched groups that are short varies from round to round, and is known from
+    the `behind` observed groups of the pool only; where it matters most, at the edge of those that
+    never stop, its mean says little. Without this, of many candidates the one would be chosen whose
+    edge looks luckiest.
     """
     launched = factor * rules.prompts_per_step
     if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
         return [_key_at(law, pool, 1.0 - tail / launched) for tail in (0.2, 0.7, 1.8)]
     kept = 1.0 / factor
-    spread = 1.1 * math.sqrt(kept * (1.0 - kept) / launched)
-    shares = (kept - spread, kept, min(1.0, kept + spread))
+    spread = 1.1 * math.sqrt(kept * (1.0 - kept) * (1.0 / launched + 1.0 / behind))
+    shares = (max(0.0, kept - spread), kept, min(1.0, kept + spread))
     return [_key_at(law, pool, share) for share in shares]
 
 
@@ -253,6 +258,16 @@ def _candidates(rules: PlannerRules, present: tuple[float, ...]) -> list[tuple[f
         for factors in product(_FACTORS, repeat=levels)
     ]
     return [*ladders, *([] if present in ladders else [present])]
+
+
+def _gain(engine: EngineMeasure, now: Forecast, best: Forecast) -> float:
+    """What the best ladder saves of the rollout's seconds, for as many trained tokens.
+
+    Not of the whole step's: what a change costs, the queue that it leaves, is rollout too.
+    """
+    step = now.rollout_seconds + engine.other_seconds
+    saved = step * (1.0 - now.tokens_per_second / best.tokens_per_second)
+    return saved / now.rollout_seconds
 
 
 def _allowed(rules: PlannerRules, item: Forecast) -> bool:

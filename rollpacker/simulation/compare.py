@@ -111,10 +111,7 @@ def run_mode(
     steering = None
     if mode.planned:
         steering = PlannedSteering(
-            planner_rules(mode.rules, rules.cap, mode.drift),
-            engine_speed(parameters, model),
-            scenario.replica_count,
-            int(parameters["prompt_tokens"]),
+            planner_rules(mode.rules, rules.cap), engine_speed(parameters, model).kv_capacity
         )
     return list(Simulator(scenario, parameters, workload, steering).steps())
 

@@ -25,6 +25,7 @@ from rollpacker.policy.commands import (
     LaunchGroup,
     ScoreResponse,
 )
+from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.events import (
     Event,
     GroupInterrupted,
@@ -81,6 +82,8 @@ class RoundTrace:
     emitted: list[tuple[DrawId, tuple[int, ...]]] = field(default_factory=list)  # with lengths
     spans: list[tuple[float, float]] = field(default_factory=list)  # of each replica's work
     commands: int = 0
+    carried_tokens: dict[DrawId, int] = field(default_factory=dict)  # of finished responses
+    meter: EngineMeter | None = None  # of the engines' speed, where somebody wants it
 
 
 class RoundSimulation:
@@ -100,12 +103,14 @@ class RoundSimulation:
         response_capacity: int,
         release_rule: ReleaseRule | None = None,
         schedule: Schedule = PLAIN,
+        meter: EngineMeter | None = None,
     ) -> None:
+        """`meter`: is told what the round is told, and stands in the trace."""
         self.round = round_
         self.rules = rules
         self.plan = planned
         self.replicas = {replica.replica_id: replica for replica in replicas}
-        self.trace = RoundTrace(start)
+        self.trace = RoundTrace(start, meter=meter)
         self.now = start
         self.finished_responses = 0
         self.launched_responses = len(draws) * planned.response_count
@@ -197,6 +202,8 @@ class RoundSimulation:
         finished[response.index] = reached.tokens
         self.finished_responses += 1
         self._launch_finished[draw] += reached.tokens
+        carried = self.trace.carried_tokens
+        carried[draw] = carried.get(draw, 0) + response.carried
         if completes:
             self._complete += 1
             if self.plan.response_count == len(finished):
@@ -326,6 +333,8 @@ class RoundSimulation:
 
     def _tell(self, event: Event) -> None:
         commands = self.round.handle(event)
+        if self.trace.meter is not None:
+            self.trace.meter.handled(event, commands)
         if not commands:
             return
         self.trace.commands += len(commands)

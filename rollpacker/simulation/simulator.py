@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
 from rollpacker.simulation.bubbles import BubbleDraft, begin
 from rollpacker.simulation.engine_model import ReplicaModel
@@ -60,7 +61,7 @@ class StepTrace:
     round: RoundTrace
 
 
-Steer = Callable[[int, list["StepTrace"], TailBatchingRules], TailBatchingRules]
+Steer = Callable[[int, list["StepTrace"], TailBatchingRules], TailBatchingRules | None]
 
 
 class Simulator:
@@ -73,10 +74,10 @@ class Simulator:
         workload: Workload | RecordedWorkload | None = None,
         steer: Steer | None = None,
     ) -> None:
-        """`steer` may change the rules between steps (the planner does)."""
+        """`steer` may change the rules between steps (the planner does); None: they stay."""
         self.scenario = scenario
         self.parameters = parameters
-        self.rules = scenario.rules
+        self.rules = self._wanted = scenario.rules
         count = scenario.steps * self.rules.prompts_per_step
         self.workload = workload or Workload(scenario.workload, count)
         self.speed: EngineSpeed = engine_speed(
@@ -103,13 +104,11 @@ class Simulator:
         done: list[StepTrace] = []
         while True:
             step = len(done)
-            if self._steer is not None:
-                self.rules = self._steer(step, done, self.rules)
-                self._queue = self._within_levels(self._queue)
+            waits = self._steered(step, done)
             backlog = Backlog(
                 step,
                 tuple(item.draw for item in self._queue),
-                len(self.workload) - self._next_number,
+                0 if waits else len(self.workload) - self._next_number,
             )
             planned = plan(self.rules, backlog)
             if planned is None:
@@ -117,6 +116,19 @@ class Simulator:
             trace = self._step(planned)
             done.append(trace)
             yield trace
+
+    def _steered(self, step: int, done: list[StepTrace]) -> bool:
+        """Take new rules up; True while they wait for the queue's end, as rules without a level do
+        (a ladder of none has no round for what was deferred)."""
+        if self._steer is None:
+            return False
+        wanted = self._steer(step, done, self.rules) or self._wanted
+        waits = not wanted.levels and bool(self._queue)
+        self._wanted = wanted
+        if not waits:
+            self.rules = wanted
+            self._queue = self._within_levels(self._queue)
+        return waits
 
     def _step(self, planned: RoundPlan) -> StepTrace:
         start = self.now
@@ -190,6 +202,7 @@ class Simulator:
             self._room(planned, len(draws)),
             self.release if self.scenario.scales_down else None,
             schedule,
+            EngineMeter(self.parameters["prompt_tokens"]) if self._steer else None,
         ).run()
 
     def _expected(

@@ -71,6 +71,17 @@ class RunState:
     begun_step: int = -1  # the step for which these are settled
     long_round: bool = False  # the next round is a long one by request
     dropped: tuple[DroppedDraw, ...] = ()
+    # What mode auto plans with (rollpacker/policy/ladder_memory.py).
+    ladder_memory: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLadder:
+    """What mode auto chose before a step, and why."""
+
+    step: int
+    speculation_factors: tuple[float, ...]
+    reason: str  # one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +162,16 @@ def record_from_json(text: str | bytes) -> StepRecord:
     flat = tuple(draw_from_json(draw) for draw in values.pop("flat_draws", ()))
     kind = RoundKind(values.pop("round_kind"))
     return StepRecord(**values, round_kind=kind, draws=draws, flat_draws=flat)
+
+
+def ladder_to_json(chosen: ChosenLadder) -> str:
+    return json.dumps(dataclasses.asdict(chosen))
+
+
+def ladder_from_json(text: str | bytes) -> ChosenLadder:
+    values = json.loads(text)
+    factors = tuple(values.pop("speculation_factors"))
+    return ChosenLadder(**values, speculation_factors=factors)
 
 
 def outcome_to_json(outcome: StepOutcome) -> str:

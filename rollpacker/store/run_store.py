@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from rollpacker.store import keys, records, scripts
-from rollpacker.store.records import RunState, StepOutcome
+from rollpacker.store.records import ChosenLadder, RunState, StepOutcome
 from rollpacker.types import StepRecord
 
 MAX_LEVELS = 8  # deferral_levels is limited to this
@@ -48,8 +48,9 @@ class StoredEvent:
 
     revision: str
     time: float  # seconds since the Unix epoch
-    kind: str  # "run" or "step"
-    record: StepRecord | None  # of a step
+    kind: str  # "run", "step" or "ladder"
+    record: StepRecord | None = None  # of a step
+    ladder: ChosenLadder | None = None  # of mode auto
 
 
 async def list_run_ids(redis: Redis) -> list[str]:
@@ -161,19 +162,25 @@ class RunStore:
             changes, prompts = await pipe.execute()
         return changes, prompts
 
-    async def begin_step(self, fence: int, state: RunState, *, changed: bool) -> None:
+    async def begin_step(
+        self, fence: int, state: RunState, *, changed: bool, ladder: ChosenLadder | None = None
+    ) -> None:
         """Settle what the step contains of the logs, before its round; `changed`: the queue too.
+        A `ladder` that was chosen becomes an event.
 
         Raises StaleFenceError, StepMismatchError.
         """
-        values = [fence, state.step, _without_queue(state)]
-        if not changed:
-            await self._run(scripts.BEGIN_STEP, [self._state], values)
-            return
         await self._run(
-            scripts.SETTLE_CHANGES,
+            scripts.BEGIN_STEP,
             [self._state, keys.steps(self.run_id), keys.events(self.run_id), *self._queues],
-            [*values, self._queue_argument(state), _KEPT_EVENTS],
+            [
+                fence,
+                state.step,
+                _without_queue(state),
+                self._queue_argument(state) if changed else "",
+                _KEPT_EVENTS,
+                records.ladder_to_json(ladder) if ladder else "",
+            ],
         )
 
     async def reopen_step(self, fence: int) -> None:
@@ -336,8 +343,14 @@ def _number(text: bytes | None) -> int | None:
 def _event(revision: str, fields: dict[bytes, bytes]) -> StoredEvent:
     kind = fields[b"kind"].decode()
     milliseconds = int(revision.partition("-")[0])
-    record = records.record_from_json(fields[b"value"]) if kind == "step" else None
-    return StoredEvent(revision, milliseconds / 1000, kind, record)
+    value = fields[b"value"]
+    return StoredEvent(
+        revision,
+        milliseconds / 1000,
+        kind,
+        records.record_from_json(value) if kind == "step" else None,
+        records.ladder_from_json(value) if kind == "ladder" else None,
+    )
 
 
 def _flat(entries: list[Any]) -> list[Any]:

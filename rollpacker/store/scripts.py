@@ -35,7 +35,25 @@ redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*', 'kind', 'step', 'value'
 return 1
 """
 )
-BEGIN_STEP = _CHECK_FENCE + _CHECK_STEP + "redis.call('HSET', KEYS[1], 'state', ARGV[3]) return 1"
+# ARGV[4]: the queue, empty where it is as it was. ARGV[6]: the ladder that was chosen, or empty.
+BEGIN_STEP = (
+    _CHECK_FENCE
+    + _CHECK_STEP
+    + """
+redis.call('HSET', KEYS[1], 'state', ARGV[3])
+local tell = function(kind, value)
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', 'kind', kind, 'value', value)
+end
+if ARGV[4] ~= '' then
+"""
+    + _WRITE_QUEUE
+    + """
+  tell('run', 'changed')
+end
+if ARGV[6] ~= '' then tell('ladder', ARGV[6]) end
+return 1
+"""
+)
 # KEYS[2] holds the outcome of the step, KEYS[3] its samples.
 REOPEN_STEP = (
     _CHECK_FENCE
@@ -44,16 +62,6 @@ REOPEN_STEP = (
 if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[3])
 redis.call('DEL', KEYS[3])
-return 1
-"""
-)
-SETTLE_CHANGES = (
-    _CHECK_FENCE
-    + _CHECK_STEP
-    + "redis.call('HSET', KEYS[1], 'state', ARGV[3])"
-    + _WRITE_QUEUE
-    + """
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', 'kind', 'run', 'value', 'changed')
 return 1
 """
 )

@@ -1256,6 +1256,7 @@ class WatchRunResponse(_message.Message):
     RUN_CHANGED_FIELD_NUMBER: _builtins.int
     STEP_FINISHED_FIELD_NUMBER: _builtins.int
     ROUND_PROGRESS_FIELD_NUMBER: _builtins.int
+    LADDER_CHOSEN_FIELD_NUMBER: _builtins.int
     revision: _builtins.str
     """Pass it as after_revision to go on from here."""
     @_builtins.property
@@ -1274,6 +1275,10 @@ class WatchRunResponse(_message.Message):
     def round_progress(self) -> Global___RoundProgress:
         """A round moved on; sent at most twice a second and not kept."""
 
+    @_builtins.property
+    def ladder_chosen(self) -> Global___LadderChoice:
+        """Mode auto chose how the next rounds are scheduled, or to leave it."""
+
     def __init__(
         self,
         *,
@@ -1282,16 +1287,49 @@ class WatchRunResponse(_message.Message):
         run_changed: Global___Run | None = ...,
         step_finished: Global___Step | None = ...,
         round_progress: Global___RoundProgress | None = ...,
+        ladder_chosen: Global___LadderChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "event_time", b"event_time", "round_progress", b"round_progress", "run_changed", b"run_changed", "step_finished", b"step_finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "event_time", b"event_time", "ladder_chosen", b"ladder_chosen", "round_progress", b"round_progress", "run_changed", b"run_changed", "step_finished", b"step_finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "event_time", b"event_time", "revision", b"revision", "round_progress", b"round_progress", "run_changed", b"run_changed", "step_finished", b"step_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "event_time", b"event_time", "ladder_chosen", b"ladder_chosen", "revision", b"revision", "round_progress", b"round_progress", "run_changed", b"run_changed", "step_finished", b"step_finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["run_changed", "step_finished", "round_progress"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["run_changed", "step_finished", "round_progress", "ladder_chosen"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchRunResponse: _TypeAlias = WatchRunResponse  # noqa: Y015
+
+@_typing.final
+class LadderChoice(_message.Message):
+    """What mode auto chose before a step, from what the run had measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    SPECULATION_FACTORS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step that it was chosen for."""
+    reason: _builtins.str
+    """Why, in one line."""
+    @_builtins.property
+    def speculation_factors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The speculation factor of each level below the last; none: nothing is deferred."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        speculation_factors: _abc.Iterable[_builtins.float] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "speculation_factors", b"speculation_factors", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LadderChoice: _TypeAlias = LadderChoice  # noqa: Y015
 
 @_typing.final
 class RoundProgress(_message.Message):

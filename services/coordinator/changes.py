@@ -121,16 +121,27 @@ def settled(state: RunState, changes: Iterable[Change]) -> RunState:
     """The state with these changes, the next ones of the log."""
     for change in changes:
         state = replace(_changed(state, change), change_count=state.change_count + 1)
-    if state.waiting_settings and not state.deferred:
-        updated = merge_settings(state.updated_settings, state.waiting_settings)
-        state = replace(state, updated_settings=updated, waiting_settings={})
-    return _within_levels(replace(state, long_round=state.long_round and bool(state.deferred)))
+    return _settled(state)
+
+
+def with_ladder(state: RunState, factors: Sequence[float]) -> RunState:
+    """The state with a ladder that mode auto has chosen, as if it had been updated."""
+    ladder = {"deferral_levels": len(factors), "speculation_factors": list(factors)}
+    return _settled(_updated(state, {"tail_batching": ladder}))
 
 
 def known_draws(state: RunState) -> dict[DrawId, DeferredDraw]:
     """The deferred draws and the dropped ones."""
     items = [*state.deferred, *(dropped.item for dropped in state.dropped)]
     return {item.draw.id: item for item in items}
+
+
+def _settled(state: RunState) -> RunState:
+    """What waits is in force where it can be; every draw stands on a level that there is."""
+    if state.waiting_settings and not state.deferred:
+        updated = merge_settings(state.updated_settings, state.waiting_settings)
+        state = replace(state, updated_settings=updated, waiting_settings={})
+    return _within_levels(replace(state, long_round=state.long_round and bool(state.deferred)))
 
 
 def _changed(state: RunState, change: Change) -> RunState:

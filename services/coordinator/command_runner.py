@@ -36,6 +36,7 @@ from rollpacker.policy.commands import (
     RequestDraws,
     ScoreResponse,
 )
+from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.events import (
     DrawsAdded,
     Event,
@@ -50,7 +51,6 @@ from rollpacker.policy.events import (
 )
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown
-from rollpacker.round_log import RoundLog
 from rollpacker.rpc.client import stream
 from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, UnavailableError
 from rollpacker.tasks import end_tasks
@@ -83,6 +83,9 @@ _REPLICA_GONE = ("WEIGHT_VERSION_MISMATCH",)
 _log = logging.getLogger(__name__)
 
 
+Observer = Callable[[Event, Sequence[Command]], None]
+
+
 class RoundFailedError(Exception):
     """The round cannot be finished; the message says why and what to do."""
 
@@ -102,6 +105,7 @@ class RoundResult:
     preemptions: int = 0  # of the replicas that served to the end
     released: tuple[float, ...] = ()  # for each released replica, seconds until the end
     moved_groups: int = 0  # that an idle replica took over
+    meter: EngineMeter | None = None  # of the engines' speed, where mode auto plans with it
 
 
 class CommandRunner:
@@ -116,21 +120,22 @@ class CommandRunner:
         emit: Callable[[PromptGroup], Awaitable[None]],
         on_progress: Callable[[Round], None],
         scale_down: ScaleDown | None = None,
-        log: RoundLog | None = None,
+        observers: Sequence[Observer] = (),
         take_draws: Callable[[int], list[Draw]] | None = None,
         *,
         rebalances: bool = False,
     ) -> None:
-        """`scale_down`: what may release replicas while the last responses run. `log` is told every
-        event and what the round answered. `take_draws`: the next draws of the data, which `context`
-        knows from then on; for dynamic sampling. `rebalances`: idle replicas take groups over."""
+        """`scale_down`: what may release replicas while the last responses run. `observers` are
+        told every event and what the round answered. `take_draws`: the next draws of the data,
+        which `context` knows from then on; for dynamic sampling. `rebalances`: idle replicas take
+        groups over."""
         self._rebalances = rebalances
         self._moved_groups = 0
         self._scale_down = scale_down
         self._released: dict[str, float] = {}  # when, monotonic
         self._prompt_tokens = {d: len(p.token_ids) for d, p in context.prompts.items()}
         self._round = round_
-        self._log = log
+        self._observers = observers
         self._context = context
         self._replicas = replicas
         self._rewards = rewards
@@ -202,8 +207,8 @@ class CommandRunner:
 
     async def _handle(self, event: Event) -> FinishRound | None:
         commands = self._round.handle(event)
-        if self._log is not None:
-            self._log.handled(event, commands)
+        for observe in self._observers:
+            observe(event, commands)
         for command in commands:
             if isinstance(command, FinishRound):
                 return command

@@ -34,8 +34,14 @@ from rollpacker.types import (
 )
 from rollpacker.v1 import coordinator_service_pb2
 from services.coordinator.alarm_watch import AlarmWatch
-from services.coordinator.changes import change_from_json, settings_in_force, settled
+from services.coordinator.changes import (
+    change_from_json,
+    settings_in_force,
+    settled,
+    with_ladder,
+)
 from services.coordinator.control import RunControl
+from services.coordinator.ladder_planning import chosen_ladder
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outcome import finished_record, round_outcome
 from services.coordinator.progress import RoundProgress
@@ -187,13 +193,18 @@ class RunDriver:
             changes = await self._store.changes_from(state.change_count)
             _, added_known = await self._store.log_lengths()
             state = settled(state, [change_from_json(text) for text in changes])
+            ladder = await chosen_ladder(self._store, state, settings_in_force(state))
+            if ladder is not None:
+                state = with_ladder(state, ladder.speculation_factors)
+                _log.info("step %d %s", ladder.step, ladder.reason)
+            changed = bool(changes) or _differs(state, before)
             state = dataclasses.replace(state, begun_step=state.step, added_known=added_known)
             self._use(settings_in_force(state))
             await self.prompts.know(added_known)
-            changed = bool(changes) or state.waiting_settings != before.waiting_settings
             if changed or added_known != before.added_known:
                 state = dataclasses.replace(state, planned_steps=self._planned_steps(state))
-            await self._store.begin_step(self._context.fence, state, changed=changed)
+            fence = self._context.fence
+            await self._store.begin_step(fence, state, changed=changed, ladder=ladder)
             return state
         self._use(settings_in_force(state))
         await self.prompts.know(state.added_known)
@@ -248,6 +259,7 @@ class RunDriver:
         result = await self._rounds.run(state, planned, draws, restored, stream)
         outcome = round_outcome(
             draws.state,
+            self._rules,
             planned,
             result,
             self.prompts.domain_of,
@@ -300,3 +312,11 @@ class RunDriver:
 
     def _report(self, phase: str, record: StepRecord) -> None:
         self._context.on_progress(RoundProgress.of_record(record, phase))
+
+
+def _differs(state: RunState, before: RunState) -> bool:
+    """Whether other settings are in force or wait."""
+    now, then = (
+        (some.updated_settings, some.waiting_settings, some.deferred) for some in (state, before)
+    )
+    return now != then

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct
 
 from rollpacker import wire
-from rollpacker.store.records import DroppedDraw, RunState
+from rollpacker.store.records import ChosenLadder, DroppedDraw, RunState
 from rollpacker.types import StepRecord
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator.progress import RoundProgress
@@ -75,6 +75,15 @@ def step_message(record: StepRecord) -> pb.Step:
         draws=[wire.draw_to_proto(draw) for draw in record.draws],
         weight_version=record.weight_version,
         flat_draws=[wire.draw_to_proto(draw) for draw in record.flat_draws],
+    )
+
+
+def ladder_message(chosen: ChosenLadder) -> pb.LadderChoice:
+    """What mode auto chose."""
+    return pb.LadderChoice(
+        step=chosen.step,
+        speculation_factors=chosen.speculation_factors,
+        reason=chosen.reason,
     )
 
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import dataclasses
 
 from rollpacker.policy.commands import FinishRound
-from rollpacker.policy.tail_batching import RoundPlan
+from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.store.records import RunState, StepOutcome
 from rollpacker.types import DeferredDraw, StepRecord, StepResult
 from services.coordinator.command_runner import RoundResult
 from services.coordinator.domains import DomainOf, add_domains, domain_metrics
+from services.coordinator.ladder_planning import memory_after
 from services.coordinator.step_metrics import (
     carry_over_metrics,
     idle_metrics,
+    ladder_metrics,
     next_totals,
     replica_metrics,
     round_metrics,
@@ -23,6 +25,7 @@ from services.coordinator.step_metrics import (
 
 def round_outcome(
     state: RunState,
+    rules: TailBatchingRules,
     planned: RoundPlan,
     result: RoundResult,
     domain_of: DomainOf,
@@ -43,6 +46,7 @@ def round_outcome(
         long_round=False,
         deferred=_next_queue(state, planned, finish),
         totals=add_domains(next_totals(state.totals, groups, finish), groups, domain_of),
+        ladder_memory=memory_after(state, rules, result),
     )
     trained = tuple(group.draw for group in groups)
     record = StepRecord(
@@ -57,6 +61,7 @@ def round_outcome(
         flat_draws=result.flat_draws,
         metrics={
             **round_metrics(planned, groups, finish, after),
+            **ladder_metrics(rules.speculation_factors),
             **carry_over_metrics(result.checked_drafts),
             **scale_down_metrics(result.released),
             "rollout/moved_groups": float(result.moved_groups),

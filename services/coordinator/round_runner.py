@@ -6,8 +6,10 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 
 from rollpacker.data.run_data import RunData
+from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown, ScaleDownRules
 from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
@@ -101,8 +103,11 @@ class RoundRunner:
         def on_progress(round_: Round) -> None:
             self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
 
-        arguments = RoundArguments(self._rules, planned, tuple(launched), expected)
+        prompt_tokens = fmean(len(prompt.token_ids) for prompt in draws.prompts.values())
+        arguments = RoundArguments(self._rules, planned, tuple(launched), expected, prompt_tokens)
         log = RoundLog(arguments)
+        plans = self._settings.tail_batching.mode == "auto"
+        meter = EngineMeter(prompt_tokens) if plans else None
         runner = CommandRunner(
             arguments.make(),
             context,
@@ -111,7 +116,7 @@ class RoundRunner:
             stream.append,
             on_progress,
             self._scale_down_of(state),
-            log,
+            [log.handled, *([meter.handled] if meter else [])],
             draws.more,
             rebalances=self._settings.tail_batching.rebalance,
         )
@@ -126,6 +131,7 @@ class RoundRunner:
             result,
             apply_seconds=max(0.0, ready - started),
             tensor_parallel_size=spec.tensor_parallel_size,
+            meter=meter,
         )
 
     def _scale_down_of(self, state: RunState) -> ScaleDown | None:

@@ -182,6 +182,8 @@ class CoordinatorServicer(ControlServicer, DeviceServicer):
         )
         if event.record is not None:
             message.step_finished.CopyFrom(messages.step_message(event.record))
+        elif event.ladder is not None:
+            message.ladder_chosen.CopyFrom(messages.ladder_message(event.ladder))
         else:
             message.run_changed.CopyFrom(await self._run(await self._runs.get(run_id)))
         return message

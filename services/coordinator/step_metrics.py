@@ -71,6 +71,14 @@ def carry_over_metrics(checked: Sequence[CheckedDraft]) -> dict[str, float]:
     return metrics
 
 
+def ladder_metrics(factors: Sequence[float]) -> dict[str, float]:
+    """The ladder in force."""
+    return {
+        "tail/deferral_levels": float(len(factors)),
+        **{f"tail/speculation_factor_{level}": eta for level, eta in enumerate(factors)},
+    }
+
+
 def replica_metrics(preemptions: int, tensor_parallel_size: int) -> dict[str, float]:
     """What the planner of sizes goes by, and what it asked for."""
     return {

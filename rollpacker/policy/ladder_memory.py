@@ -1,0 +1,274 @@
+"""What a run remembers of its rounds for its planner, and the choice that follows from it.
+
+    Round --events--> EngineMeter --sums--+
+    trained and deferred groups ----------+--> LadderMemory (part of the run's state)
+                                                   |  every few steps
+    seconds of the last steps ---------------------+--> `next_ladder` --> LadderChoice
+
+The live coordinator and the simulator both come here: what they plan with is the same. Everything
+is a function of the rounds in their order, so a run that is resumed or replayed plans the same.
+
+Groups are sampled by their draw, whatever became of them: only that is unbiased. A group that was
+deferred and comes back shows how far the weights have drifted. A response that had ended in its
+first launch either comes out at the same length or not: the share that does is the measured
+coupling; the share of the tokens that the group had and need not decode again is the acceptance of
+drafts. Both are kept by age. Short responses of long groups speak for all: the long ones had not
+ended.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from rollpacker.policy.engine_meter import SpeedSums, decode_seconds
+from rollpacker.policy.group_law import ObservedGroup
+from rollpacker.policy.planner import EngineMeasure, LadderChoice, PlannerRules, choose_ladder
+from rollpacker.types import DeferredDraw, DrawId
+
+EVERY_STEPS = 4  # between two choices
+STEPS_SEEN = 8  # whose seconds count for what no ladder changes
+_FIRST_STEP = 2  # nothing is known before
+_GROUPS = 700  # about so many are kept
+_HISTORY_STEPS = 48  # since the first launch
+_HALF_LIFE_STEPS = 16.0
+_FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
+_MIN_EQUATIONS = 50  # before the speed counts as measured
+_MIN_COMPARED = 30.0  # responses, or draft tokens, of an age
+_UNLIMITED = 1 << 50  # KV tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGroup:
+    """A draw as it was last seen."""
+
+    first_step: int
+    response_tokens: tuple[int, ...]
+    complete: bool  # False: deferred, with what it had
+    first_tokens: tuple[int, ...] = ()  # where its first launch ended by itself; else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A group that a round keeps."""
+
+    draw: DrawId
+    first_step: int
+    response_tokens: tuple[int, ...]
+    carried_tokens: int  # of them all, not decoded by the round
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeen:
+    """A finished round."""
+
+    step: int
+    trained: Sequence[TrainedGroup]
+    deferred: Sequence[DeferredDraw]
+    speed: SpeedSums
+    replicas: int
+    kv_capacity: int  # tokens per replica; 0: not known, no limit
+    prompt_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class LadderMemory:
+    """See the top of the file."""
+
+    groups: Mapping[DrawId, SeenGroup] = field(default_factory=dict)
+    speed: SpeedSums = field(default_factory=SpeedSums)
+    replicas: int = 1
+    kv_capacity: int = 0
+    prompt_tokens: float = 0.0
+    # By age: how many were compared, and how many were the same.
+    responses: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+
+def remembered(memory: LadderMemory, seen: RoundSeen, prompts_per_step: int) -> LadderMemory:
+    """The memory after a round."""
+    groups = {
+        draw: group
+        for draw, group in memory.groups.items()
+        if seen.step - group.first_step < _HISTORY_STEPS
+    }
+    responses, drafts = _faded(memory.responses), _faded(memory.draft_tokens)
+    one_in = -(-prompts_per_step * _HISTORY_STEPS // _GROUPS)
+    for group in seen.trained:
+        if not _sampled(group.draw, one_in):
+            continue
+        before = groups.get(group.draw)
+        if before is not None:
+            age = seen.step - group.first_step
+            ended = group.response_tokens
+            _count(responses, age, *_compared(before.first_tokens, ended))
+            had = float(sum(before.response_tokens))
+            _count(drafts, age, had, min(had, float(group.carried_tokens)))
+        _remember(groups, group.draw, SeenGroup(group.first_step, group.response_tokens, True))
+    for item in seen.deferred:
+        if _sampled(item.draw.id, one_in):
+            ended = tuple(
+                tokens if done else 0
+                for tokens, done in zip(item.response_tokens, item.finished, strict=True)
+            )
+            before = groups.get(item.draw.id)
+            if before is not None:
+                age = seen.step - item.draw.first_step
+                _count(responses, age, *_compared(before.first_tokens, ended))
+            tokens = tuple(max(1, count) for count in item.response_tokens)
+            group_ = SeenGroup(item.draw.first_step, tokens, False, ended)
+            _remember(groups, item.draw.id, group_)
+    return LadderMemory(
+        groups,
+        memory.speed.faded(_FADES, seen.speed),
+        seen.replicas or memory.replicas,
+        seen.kv_capacity or memory.kv_capacity,
+        seen.prompt_tokens,
+        responses,
+        drafts,
+    )
+
+
+def is_due(step: int) -> bool:
+    """Whether the ladder is chosen anew before this step."""
+    return step >= _FIRST_STEP and step % EVERY_STEPS == 0
+
+
+def next_ladder(
+    rules: PlannerRules,
+    memory: LadderMemory,
+    step: int,
+    other_seconds: Sequence[float],
+    present: tuple[float, ...],
+) -> LadderChoice:
+    """The ladder from this step on.
+
+    `other_seconds`: what each of the last `STEPS_SEEN` steps took beside its rollout.
+    """
+    engine = measured_engine(memory, other_seconds)
+    if engine is None:
+        count = memory.speed.equations
+        return LadderChoice(
+            present, f"keeps {present or 'no deferral'}: {count:.0f} ends of responses were timed"
+        )
+    known = replace(
+        rules, coupling=_by_age(memory.responses, 1.0), acceptance=_by_age(memory.draft_tokens, 0.0)
+    )
+    groups = [
+        ObservedGroup(
+            group.response_tokens,
+            group.complete,
+            0.5 ** ((step - group.first_step) / _HALF_LIFE_STEPS),
+        )
+        for group in memory.groups.values()
+    ]
+    return choose_ladder(known, engine, groups, present)
+
+
+def measured_engine(memory: LadderMemory, other_seconds: Sequence[float]) -> EngineMeasure | None:
+    """The engines as they were measured; None while too little was."""
+    step = decode_seconds(memory.speed)
+    if step is None or memory.speed.equations < _MIN_EQUATIONS:
+        return None
+    return EngineMeasure(
+        replicas=memory.replicas,
+        base_seconds=step.base,
+        per_sequence_seconds=step.per_sequence,
+        per_kv_token_seconds=step.per_kv_token,
+        kv_capacity=memory.kv_capacity or _UNLIMITED,
+        prompt_tokens=round(memory.prompt_tokens),
+        other_seconds=max(0.0, median(other_seconds)) if other_seconds else 0.0,
+    )
+
+
+def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
+    """As JSON values."""
+    return {
+        "groups": [
+            [*draw, group.first_step, group.response_tokens, group.complete, group.first_tokens]
+            for draw, group in memory.groups.items()
+        ],
+        "speed": [memory.speed.equations, memory.speed.products, memory.speed.targets],
+        "replicas": memory.replicas,
+        "kv_capacity": memory.kv_capacity,
+        "prompt_tokens": memory.prompt_tokens,
+        "responses": [[age, *counts] for age, counts in memory.responses.items()],
+        "draft_tokens": [[age, *counts] for age, counts in memory.draft_tokens.items()],
+    }
+
+
+def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
+    """The inverse of `memory_to_json`; nothing where there is nothing."""
+    if not values:
+        return LadderMemory()
+    equations, products, targets = values["speed"]
+    return LadderMemory(
+        groups={
+            DrawId(epoch, prompt): SeenGroup(first, tuple(tokens), complete, tuple(ended))
+            for epoch, prompt, first, tokens, complete, ended in values["groups"]
+        },
+        speed=SpeedSums(equations, tuple(products), tuple(targets)),
+        replicas=values["replicas"],
+        kv_capacity=values["kv_capacity"],
+        prompt_tokens=values["prompt_tokens"],
+        responses={age: (all_, same) for age, all_, same in values["responses"]},
+        draft_tokens={age: (all_, same) for age, all_, same in values["draft_tokens"]},
+    )
+
+
+def _sampled(draw: DrawId, one_in: int) -> bool:
+    return zlib.crc32(str(draw).encode()) % one_in == 0
+
+
+def _remember(groups: dict[DrawId, SeenGroup], draw: DrawId, group: SeenGroup) -> None:
+    """A group that came out shorter than when it was cut off stays cut off: it has drifted."""
+    before = groups.get(draw)
+    if before is None:
+        groups[draw] = group
+    elif max(group.response_tokens) >= max(before.response_tokens):
+        groups[draw] = replace(group, first_tokens=before.first_tokens)
+
+
+def _compared(first: Sequence[int], now: Sequence[int]) -> tuple[float, float]:
+    """Responses that ended both times, and how many of them at the same length."""
+    pairs = [(a, b) for a, b in zip(first, now, strict=False) if a and b]
+    return float(len(pairs)), float(sum(a == b for a, b in pairs))
+
+
+def _faded(counts: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
+    return {age: (_FADES * all_, _FADES * same) for age, (all_, same) in counts.items()}
+
+
+def _count(counts: dict[int, tuple[float, float]], age: int, compared: float, same: float) -> None:
+    if compared:
+        old_compared, old_same = counts.get(age, (0.0, 0.0))
+        counts[age] = (old_compared + compared, old_same + same)
+
+
+def _by_age(counts: Mapping[int, tuple[float, float]], unknown: float) -> Callable[[float], float]:
+    """The measured share at any age: linear in log(1 + age) between neighbouring ages with enough
+    comparisons together; constant behind the last; `unknown` where nothing was compared."""
+    points = [(0.0, 1.0)]
+    ages, compared, same = 0.0, 0.0, 0.0
+    for age in sorted(counts):
+        ages += math.log1p(age) * counts[age][0]
+        compared += counts[age][0]
+        same += counts[age][1]
+        if compared >= _MIN_COMPARED:
+            points.append((ages / compared, same / compared))
+            ages, compared, same = 0.0, 0.0, 0.0
+    if len(points) == 1:
+        return lambda age: unknown  # noqa: ARG005
+    return lambda age: _between(points, math.log1p(age))
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    for (left, low), (right, high) in pairwise(points):
+        if at <= right:
+            return low + (high - low) * (at - left) / max(1e-12, right - left)
+    return points[-1][1]

@@ -1,0 +1,93 @@
+"""Mode `auto` of a live run: what its rounds leave in its memory, and when a ladder is chosen.
+
+The memory and the choice are those of `rollpacker.policy.ladder_memory`, as in the simulator. The
+memory is part of the run's state: a round adds to it in the outcome of its step, so a crash, a
+rewind or a pause finds it as it was. A choice is made when a step begins, becomes settings in force
+there (`changes.with_ladder`) and one event of the run; the step that is repeated has it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollpacker.policy.ladder_memory import (
+    STEPS_SEEN,
+    RoundSeen,
+    TrainedGroup,
+    is_due,
+    memory_from_json,
+    memory_to_json,
+    next_ladder,
+    remembered,
+)
+from rollpacker.policy.planner import PlannerRules
+from rollpacker.policy.tail_batching import TailBatchingRules
+from rollpacker.settings import RunSettings
+from rollpacker.store.records import ChosenLadder, RunState
+from rollpacker.store.run_store import RunStore
+from rollpacker.types import StepRecord
+from services.coordinator.command_runner import RoundResult
+
+
+async def chosen_ladder(
+    store: RunStore, state: RunState, settings: RunSettings
+) -> ChosenLadder | None:
+    """The ladder from this step on, where mode auto is due to choose."""
+    if settings.tail_batching.mode != "auto" or not is_due(state.step):
+        return None
+    records = await store.records_before(state.step, STEPS_SEEN)
+    choice = next_ladder(
+        planner_rules(settings),
+        memory_from_json(state.ladder_memory),
+        state.step,
+        [_other_seconds(record) for record in records],
+        settings.tail_batching.resolved_speculation_factors,
+    )
+    return ChosenLadder(state.step, choice.factors, choice.reason)
+
+
+def planner_rules(settings: RunSettings) -> PlannerRules:
+    """What the planner needs to know of a run; the rest it measures."""
+    tail = settings.tail_batching
+    return PlannerRules(
+        tail.prompts_per_step,
+        tail.responses_per_prompt,
+        settings.sampling.max_response_tokens,
+        tail.max_deferral_age,
+    )
+
+
+def memory_after(
+    state: RunState, rules: TailBatchingRules, result: RoundResult
+) -> Mapping[str, Any]:
+    """The run's memory with the round of its open step; as it was in the other modes."""
+    meter = result.meter
+    if meter is None:
+        return state.ladder_memory
+    trained = [
+        TrainedGroup(
+            group.draw.id,
+            group.draw.first_step,
+            tuple(len(scored.response.token_ids) for scored in group.responses),
+            sum(scored.response.carried_token_count for scored in group.responses),
+        )
+        for group in result.groups
+        if group.responses
+    ]
+    seen = RoundSeen(
+        state.step,
+        trained,
+        result.finish.deferred,
+        meter.sums,
+        meter.replicas,
+        meter.kv_capacity,
+        meter.prompt_tokens,
+    )
+    memory = memory_from_json(state.ladder_memory)
+    return memory_to_json(remembered(memory, seen, rules.prompts_per_step))
+
+
+def _other_seconds(record: StepRecord) -> float:
+    """What a step took beside its rollout."""
+    return record.metrics["timing_s/step"] - record.metrics["timing_s/rollout"]
