@@ -41,7 +41,9 @@ class Bin:
     mass: float  # share of all groups
     key: float  # longest response, in tokens
     tokens: float  # mean of a group
+    fresh_tokens: float  # mean of a group of the same prompts that is drawn afresh
     alive: tuple[float, ...]  # responses with more tokens than each point of the grid
+    alive_squared: tuple[float, ...]  # mean of the square
 
 
 class GroupLaw:
@@ -59,24 +61,26 @@ class GroupLaw:
         self.grid = [math.expm1(top * point / _GRID) for point in range(_GRID + 1)]
         rows = [sorted(group.response_tokens) for group, _ in kept]
         weights = [weight / total for _, weight in kept]
-        self._alive = [self._behind(rows, weights, tokens) for tokens in self.grid]
+        counts = [
+            [float(len(row) - bisect.bisect_right(row, tokens)) for row in rows]
+            for tokens in self.grid
+        ]
+        self._alive = [_behind(row, weights) for row in counts]
+        self._alive_squared = [_behind([n * n for n in row], weights) for row in counts]
         self._tokens = _behind([float(sum(row)) for row in rows], weights)
-        self.prompt_share = _prompt_share(rows, weights)
+        self._fresh = _Fresh(rows, weights)
         self.bins = tuple(self._bin(low, high) for low, high in pairwise(_EDGES))
 
     def _bin(self, low: float, high: float) -> Bin:
-        alive = tuple(
-            (self._mean_beyond(sums, low) * (1 - low) - self._mean_beyond(sums, high) * (1 - high))
-            / (high - low)
-            for sums in self._alive
-        )
         middle = (low + high) / 2.0
-        return Bin(high - low, self.key_at(middle), self.tokens(low, high), alive)
-
-    @staticmethod
-    def _behind(rows: list[list[int]], weights: list[float], tokens: float) -> list[float]:
-        counts = [float(len(row) - bisect.bisect_right(row, tokens)) for row in rows]
-        return _behind(counts, weights)
+        return Bin(
+            high - low,
+            self.key_at(middle),
+            self.tokens(low, high),
+            self._fresh.tokens(low, high),
+            tuple(self._between(sums, low, high) for sums in self._alive),
+            tuple(self._between(sums, low, high) for sums in self._alive_squared),
+        )
 
     def key_at(self, share: float) -> float:
         """Longest response of the group at this share, in tokens."""
@@ -85,9 +89,11 @@ class GroupLaw:
 
     def tokens(self, low: float, high: float) -> float:
         """Mean tokens of a group between two shares."""
-        upper = self._mean_beyond(self._tokens, high) * (1.0 - high) if high < 1.0 else 0.0
-        lower = self._mean_beyond(self._tokens, low) * (1.0 - low)
-        return (lower - upper) / (high - low)
+        return self._between(self._tokens, low, high)
+
+    def _between(self, sums: list[float], low: float, high: float) -> float:
+        beyond = (self._mean_beyond(sums, share) * (1.0 - share) for share in (low, high))
+        return (next(beyond) - next(beyond)) / (high - low)
 
     def _mean_beyond(self, sums: list[float], share: float) -> float:
         """Interpolated between groups, so that a share inside a group counts its part."""
@@ -135,16 +141,37 @@ def _behind(values: list[float], weights: list[float]) -> list[float]:
     return sums[::-1]
 
 
-def _prompt_share(rows: list[list[int]], weights: list[float]) -> float:
-    """How much of a group's distance from the mean a fresh group of its prompt would have.
+class _Fresh:
+    """Tokens of a fresh group by the share at which the group before it stood.
 
-    Shrinkage of a group mean: between-prompt variance over the variance of group means.
+    Each response of a group is as good as a fresh one beside the others: those that are behind it
+    in the order of *their* longest say how long it is when its prompt is drawn again.
     """
-    size = len(rows[0])
-    mean = sum(weight * sum(row) / len(row) for row, weight in zip(rows, weights, strict=True))
-    of_means, within = 0.0, 0.0
-    for row, weight in zip(rows, weights, strict=True):
-        centre = sum(row) / len(row)
-        of_means += weight * (centre - mean) ** 2
-        within += weight * sum((tokens - centre) ** 2 for tokens in row) / max(1, len(row) - 1)
-    return max(0.0, 1.0 - within / size / of_means) if of_means > 0 else 0.0
+
+    def __init__(self, rows: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
+        """Each row in order, shortest first."""
+        found = [
+            (float(row[-2] if k == len(row) - 1 else row[-1]), row[k], weight / len(row))
+            for row, weight in zip(rows, weights, strict=True)
+            if len(row) > 1
+            for k in range(len(row))
+        ]
+        found.sort(key=lambda item: item[0])
+        size = len(rows[0])
+        self._shares, self._sums = [0.0], [0.0]
+        for _, tokens, weight in found:
+            self._shares.append(self._shares[-1] + weight)
+            self._sums.append(self._sums[-1] + weight * tokens * size)
+
+    def tokens(self, low: float, high: float) -> float:
+        """Mean of a group; 0 where groups have one response."""
+        scale = self._shares[-1]
+        return (self._upto(high * scale) - self._upto(low * scale)) / (high - low)
+
+    def _upto(self, share: float) -> float:
+        place = min(max(bisect.bisect_right(self._shares, share) - 1, 0), len(self._shares) - 2)
+        if place < 0:
+            return 0.0
+        width = self._shares[place + 1] - self._shares[place]
+        part = min(1.0, (share - self._shares[place]) / width) if width > 0 else 0.0
+        return self._sums[place] + (self._sums[place + 1] - self._sums[place]) * part

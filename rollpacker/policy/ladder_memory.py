@@ -28,13 +28,19 @@ from typing import Any
 
 from rollpacker.policy.engine_meter import SpeedSums, decode_seconds
 from rollpacker.policy.group_law import ObservedGroup
-from rollpacker.policy.planner import EngineMeasure, LadderChoice, PlannerRules, choose_ladder
+from rollpacker.policy.planner import (
+    EngineMeasure,
+    LadderChoice,
+    PlannerRules,
+    choose_ladder,
+    ladder_name,
+)
 from rollpacker.types import DeferredDraw, DrawId
 
 EVERY_STEPS = 4  # between two choices
 STEPS_SEEN = 8  # whose seconds count for what no ladder changes
 _FIRST_STEP = 2  # nothing is known before
-_GROUPS = 700  # about so many are kept
+_GROUPS = 2000  # about so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
@@ -154,7 +160,7 @@ def next_ladder(
     if engine is None:
         count = memory.speed.equations
         return LadderChoice(
-            present, f"keeps {present or 'no deferral'}: {count:.0f} ends of responses were timed"
+            present, f"keeps {ladder_name(present)}: {count:.0f} ends of responses were timed"
         )
     known = replace(
         rules, coupling=_by_age(memory.responses, 1.0), acceptance=_by_age(memory.draft_tokens, 0.0)

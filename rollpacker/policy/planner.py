@@ -13,7 +13,9 @@ relative rates, which give the mean time, and the age at which a draw is trained
 
 Chosen is the candidate with the most trained tokens per second among those whose oldest draw fits
 `max_deferral_age` and whose trained mean length stays within `length_tolerance` of the uncensored
-one. A change must pay: the present ladder stays unless another is better by `min_gain`.
+one. A change must pay: the present ladder stays unless another is better by `min_gain`, or it is
+not allowed itself. While the tail is a guess, only that is a reason: a guess is too short, so it
+errs towards deferring less.
 
 What never happens: a choice from anything but the arguments; a factor outside (1, 2].
 """
@@ -23,11 +25,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from statistics import fmean
+from itertools import pairwise, product
+from statistics import NormalDist, fmean, median
 
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 
+_CASES = tuple((n + 0.5) / 8 for n in range(8))  # equally likely, of what varies between rounds
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
 
 
@@ -70,15 +73,12 @@ class EngineMeasure:
     other_seconds: float = 0.0  # of a step, that no ladder changes
 
     def step_seconds(self, running: float, kv_tokens: float) -> float:
-        """One token for each of `running` responses of a replica; beyond the KV they take turns."""
-        share = min(1.0, self.kv_capacity / kv_tokens) if kv_tokens else 1.0
-        paying = max(0.0, running * share - self.free_sequences)
-        once = (
+        """One token for each of `running` responses of a replica, which fit its KV cache."""
+        return (
             self.base_seconds
-            + self.per_sequence_seconds * paying
-            + self.per_kv_token_seconds * kv_tokens * share
+            + self.per_sequence_seconds * max(0.0, running - self.free_sequences)
+            + self.per_kv_token_seconds * kv_tokens
         )
-        return once / share
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +108,20 @@ def choose_ladder(
 ) -> LadderChoice:
     """The ladder for the next rounds; the present one while too little has been seen."""
     if sum(group.complete for group in groups) < rules.min_groups:
-        return LadderChoice(present, f"keeps {_name(present)}: {len(groups)} groups seen so far")
+        return LadderChoice(
+            present, f"keeps {ladder_name(present)}: {len(groups)} groups seen so far"
+        )
     law = GroupLaw(groups, rules.max_response_tokens)
-    if law.stand_in > rules.max_stand_in:
+    now = forecast(rules, engine, law, present)
+    if law.stand_in > rules.max_stand_in and _allowed(rules, now):
         return LadderChoice(
             present,
-            f"keeps {_name(present)}: the longest group that was seen whole stands for"
+            f"keeps {ladder_name(present)}: the longest group that was seen whole stands for"
             f" {law.stand_in:.0f}, so the tail is a guess",
         )
-    forecasts = {
-        factors: forecast(rules, engine, law, factors) for factors in _candidates(rules, present)
-    }
-    allowed = [f for f in forecasts.values() if _allowed(rules, f)]
-    best = max(allowed or [forecasts[()]], key=lambda item: item.tokens_per_second)
-    now = forecasts[present]
+    others = [forecast(rules, engine, law, factors) for factors in _candidates(rules)]
+    allowed = [other for other in others if _allowed(rules, other)]
+    best = max(allowed, key=lambda item: item.tokens_per_second)
     gain = _gain(engine, now, best)
     if _allowed(rules, now) and gain < rules.min_gain:
         return LadderChoice(present, f"keeps {_describe(now)}: the best other saves {gain:.1%}")
@@ -151,7 +151,7 @@ def forecast(
         seconds += rate * fmean(_round_seconds(rules, engine, law, pool, factor, start, ends))
         kept, lost = _race(pool, 1.0 / factor)
         trained += rate * _mean_tokens(law, kept)
-        reached = ends[1]
+        reached = median(ends)
         behind *= 1.0 - 1.0 / factor
         if level + 1 < len(rates):
             pool = _again(rules, law, lost, ages[level + 1])
@@ -183,12 +183,21 @@ def _again(rules: PlannerRules, law: GroupLaw, lost: list[float], age: float) ->
     A fresh group is like the old one as far as the prompt decides, else like any group.
     """
     coupling = rules.coupling(age)
-    same = coupling + (1.0 - coupling) * law.prompt_share
+    same = coupling + (1.0 - coupling) * _prompt_share(law, lost)
     total = sum(lost)
     return [
         same * mass / total + (1.0 - same) * item.mass
         for mass, item in zip(lost, law.bins, strict=True)
     ]
+
+
+def _prompt_share(law: GroupLaw, lost: list[float]) -> float:
+    """How much of a pool's distance from the mean its prompts keep when they are drawn afresh."""
+    mean = law.tokens(0.0, 1.0)
+    distance = _mean_tokens(law, lost) - mean
+    fresh = sum(mass * item.fresh_tokens for mass, item in zip(lost, law.bins, strict=True))
+    kept = fresh / sum(lost) - mean
+    return min(1.0, max(0.0, kept / distance)) if distance > 0.0 else 0.0
 
 
 def _mean_tokens(law: GroupLaw, pool: list[float]) -> float:
@@ -207,19 +216,47 @@ def _round_seconds(
 ) -> list[float]:
     """Until the groups that it keeps have their longest response: one for each of `ends`."""
     groups = factor * rules.prompts_per_step / engine.replicas
-    seconds = [0.0] * len(ends)
+    # The fullest replica ends the round; groups are spread evenly, long responses are not.
+    fullest = _expected_maximum(engine.replicas)
+    running = []
     for point in range(len(law.grid) - 1):
-        first, last = max(law.grid[point], start), min(law.grid[point + 1], max(ends))
-        if last <= first:
+        alive, squared = 0.0, 0.0
+        for mass, item in zip(pool, law.bins, strict=True):
+            alive += mass * item.alive[point]
+            squared += mass * item.alive_squared[point]
+        spread = math.sqrt(groups * max(0.0, squared - alive**2))
+        running.append(groups * alive + fullest * spread)
+    return [_replica_seconds(engine, law.grid, running, start, end) for end in ends]
+
+
+def _replica_seconds(
+    engine: EngineMeasure, grid: Sequence[float], running: list[float], start: float, end: float
+) -> float:
+    """From `start` to `end` tokens, with so many responses running between points of the grid.
+
+    What does not fit the KV cache waits, and makes its tokens up when there is room. Where there is
+    none before the end, as with responses that never stop, the others end first.
+    """
+    seconds, late = 0.0, 0.0
+    for (first, last), count in zip(pairwise(grid), running, strict=True):
+        made = min(last, end) - max(first, start)
+        if made <= 0.0:
             continue
-        alive = sum(mass * item.alive[point] for mass, item in zip(pool, law.bins, strict=True))
-        # The fullest replica ends the round; groups are spread evenly, long responses are not.
-        running = groups * alive + math.sqrt(groups * alive)
-        kv_tokens = running * (engine.prompt_tokens + (first + last) / 2.0)
-        step = engine.step_seconds(running, kv_tokens)
-        for place, end in enumerate(ends):
-            seconds[place] += max(0.0, min(last, end) - first) * step
-    return seconds
+        tokens = engine.prompt_tokens + (min(last, end) + max(first, start)) / 2.0
+        fits = max(1.0, engine.kv_capacity / tokens)
+        fitting = min(count, fits)
+        seconds += made * engine.step_seconds(fitting, fitting * tokens)
+        if count <= fits:
+            late = 0.0  # there was room before the end
+            continue
+        waiting, waves = min(count - fits, fits), math.ceil(count / fits) - 1
+        late += made * waves * engine.step_seconds(waiting, waiting * tokens)
+    return seconds + late
+
+
+def _expected_maximum(count: int) -> float:
+    """Of so many standard normal numbers (Blom)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
@@ -234,7 +271,7 @@ def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
 def _ends(
     rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float, behind: float
 ) -> list[float]:
-    """Longest needed response of a round, in tokens: three equally likely cases.
+    """Longest needed response of a round, in tokens, in each of the equally likely cases.
 
     The share of the launched groups that are short varies from round to round, and is known from
     the `behind` observed groups of the pool only; where it matters most, at the edge of those that
@@ -243,21 +280,21 @@ def _ends(
     """
     launched = factor * rules.prompts_per_step
     if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
-        return [_key_at(law, pool, 1.0 - tail / launched) for tail in (0.2, 0.7, 1.8)]
-    kept = 1.0 / factor
-    spread = 1.1 * math.sqrt(kept * (1.0 - kept) * (1.0 / launched + 1.0 / behind))
-    shares = (max(0.0, kept - spread), kept, min(1.0, kept + spread))
-    return [_key_at(law, pool, share) for share in shares]
+        shares = [1.0 + math.log(1.0 - case) / launched for case in reversed(_CASES)]
+    else:
+        kept = 1.0 / factor
+        spread = math.sqrt(kept * (1.0 - kept) * (1.0 / launched + 1.0 / behind))
+        shares = [kept + spread * NormalDist().inv_cdf(case) for case in _CASES]
+    return [_key_at(law, pool, min(1.0, max(0.0, share))) for share in shares]
 
 
-def _candidates(rules: PlannerRules, present: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Every ladder of the usual factors, and the present one."""
-    ladders = [
+def _candidates(rules: PlannerRules) -> list[tuple[float, ...]]:
+    """Every ladder of the usual factors; no deferral is one of them, and always allowed."""
+    return [
         factors
         for levels in range(rules.max_levels + 1)
         for factors in product(_FACTORS, repeat=levels)
     ]
-    return [*ladders, *([] if present in ladders else [present])]
 
 
 def _gain(engine: EngineMeasure, now: Forecast, best: Forecast) -> float:
@@ -277,12 +314,13 @@ def _allowed(rules: PlannerRules, item: Forecast) -> bool:
     )
 
 
-def _name(factors: tuple[float, ...]) -> str:
+def ladder_name(factors: tuple[float, ...]) -> str:
+    """For people."""
     return "no deferral" if not factors else "eta " + ", ".join(f"{f:g}" for f in factors)
 
 
 def _describe(item: Forecast) -> str:
     return (
-        f"{_name(item.factors)} ({item.rollout_seconds:.3g} s a round,"
+        f"{ladder_name(item.factors)} ({item.rollout_seconds:.3g} s a round,"
         f" trained length x{item.length_ratio:.3f}, oldest draw {item.max_age:.0f} steps)"
     )

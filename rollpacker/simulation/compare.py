@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rollpacker.ladders import DEFAULT_FACTORS
 from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.simulation.engine_speed import engine_speed
 from rollpacker.simulation.parameters import MODELS, ModelFacts, Parameters
@@ -43,7 +44,7 @@ from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, Work
 DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
 FULL_CAPS = (8192, 16384, 32768, 65536, 131072)
 FULL_RHOS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.9)
-AUTO_START = (2.0, 2.0, 2.0)  # the best single setting of `regret`, where weights hardly move
+AUTO_START = DEFAULT_FACTORS["auto"]  # the best single setting of `regret`
 AUTO_START_DRIFTING = (1.5,)  # where deferred draws come out otherwise: draws stay young
 
 

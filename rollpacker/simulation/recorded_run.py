@@ -26,6 +26,7 @@ from rollpacker.policy.events import ProgressReported, ReplicaJoined, ResponseFi
 from rollpacker.round_log import LoggedRound, RoundLogError, read_round, replayed
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed
+from rollpacker.simulation.recorded_ladder import ladder_rows
 from rollpacker.simulation.round_simulation import Launchable, RoundSimulation
 from rollpacker.types import DrawId
 
@@ -216,7 +217,9 @@ def replay_rows(directory: Path) -> Iterator[dict[str, Any]]:
         "base_seconds": speed.base_seconds,
         "per_sequence_seconds": speed.per_sequence_seconds,
     }
-    yield from _prediction_rows(rounds[1::2], later, speed)
+    ran = [round_ for round_ in rounds[1::2] if round_.capacities]  # else a crash left it no work
+    yield from _prediction_rows(ran, later, speed)
+    yield from ladder_rows(directory, [round_.logged for round_ in rounds])
 
 
 def _prediction_rows(

@@ -1,0 +1,92 @@
+"""Mode auto over real gRPC and Redis: choices are events and metrics, and outlive a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rollpacker.simulation.recorded_run import replay_rows
+from rollpacker.v1 import coordinator_service_pb2 as pb
+from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
+from tests.tiny_run import run_settings
+
+__all__ = ["cluster"]  # a fixture
+PROMPTS, PROMPTS_PER_STEP = 256, 8
+
+
+def auto_settings(directory: Path, **tail: Any) -> dict[str, Any]:
+    tail_batching = {
+        "mode": "auto",
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "max_deferral_age": 32,
+        **tail,
+    }
+    return run_settings(directory, PROMPTS, tail_batching=tail_batching)
+
+
+async def choices(run: Coordinator, steps: int) -> list[pb.LadderChoice]:
+    """Those that are events of the ended run; one may stand behind its last step."""
+    events = run.stub.WatchRun(pb.WatchRunRequest(run_id="r"))
+    found = [event.ladder_chosen async for event in events if event.HasField("ladder_chosen")]
+    return [choice for choice in found if choice.step < steps]
+
+
+def trained(schedule: list[Any]) -> list[Any]:
+    return sorted(draw for _, draws in schedule for draw in draws)
+
+
+async def test_choices_are_events_and_metrics_and_come_out_of_a_replay_again(
+    cluster: Cluster,
+) -> None:
+    for replica in cluster.rollouts:
+        replica.slots, replica.token_seconds = 64, 0.001
+    async with coordinator(cluster) as run:
+        await run.start(auto_settings(cluster.directory))
+        await run.until_ended()
+        schedule = await run.schedule()
+        steps = await run.steps()
+        chosen = await choices(run, len(steps))
+    assert len(trained(schedule)) == PROMPTS
+    assert [choice.step for choice in chosen] == list(range(4, len(steps), 4))
+    assert all(choice.reason and "\n" not in choice.reason for choice in chosen)
+    assert any(choice.reason.startswith("takes") for choice in chosen)
+    levels = [step.metrics["tail/deferral_levels"] for step in steps]
+    for choice in chosen:
+        if choice.speculation_factors:  # else it waits for the end of the queue
+            metrics = steps[choice.step].metrics
+            factors = [
+                metrics[f"tail/speculation_factor_{level}"]
+                for level in range(int(levels[choice.step]))
+            ]
+            assert factors == list(choice.speculation_factors)
+    rows = list(replay_rows(cluster.directory / "runs" / "r"))
+    assert rows[-1] == {"figure": "ladders", "choices": len(chosen), "differences": 0}
+    reasons = [row["reason"] for row in rows if row["figure"] == "ladder"]
+    assert reasons == [choice.reason for choice in chosen]
+
+
+async def test_a_crash_repeats_no_choice_and_loses_no_draw(cluster: Cluster) -> None:
+    values = auto_settings(cluster.directory)
+    async with coordinator(cluster) as run:
+        await run.start(values)
+        async with asyncio.timeout(60):
+            while (await run.get()).step < 9:
+                await asyncio.sleep(0.005)
+    async with coordinator(cluster) as run:
+        await run.until_ended()
+        schedule = await run.schedule()
+        chosen = [choice.step for choice in await choices(run, len(schedule))]
+    assert len({name for name, _ in trained(schedule)}) == PROMPTS == len(trained(schedule))
+    assert chosen == sorted(set(chosen)) == list(range(4, len(schedule), 4))
+
+
+async def test_a_run_file_shows_the_mode_and_its_first_ladder(cluster: Cluster) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(auto_settings(cluster.directory, deferral_levels=1) | {"max_steps": 1})
+        await run.until_ended()
+        step = (await run.steps())[0]
+    assert step.metrics["tail/deferral_levels"] == 1
+    kept = json.loads((cluster.directory / "runs" / "r" / "run.json").read_text())
+    assert kept["mode"] == "auto"

@@ -1,0 +1,139 @@
+"""What a run remembers for its planner is a function of its rounds, and survives a restart."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpacker.policy.engine_meter import SpeedSums
+from rollpacker.policy.ladder_memory import (
+    LadderMemory,
+    RoundSeen,
+    TrainedGroup,
+    is_due,
+    measured_engine,
+    memory_from_json,
+    memory_to_json,
+    next_ladder,
+    remembered,
+)
+from rollpacker.policy.planner import PlannerRules
+from rollpacker.types import DeferredDraw, Draw, DrawId
+
+P0, R0, CAP = 8, 4, 4096
+RULES = PlannerRules(P0, R0, CAP)
+SPEED = SpeedSums().add((100.0, 100.0, 1000.0), 1.0).add((100.0, 800.0, 8000.0), 2.0)
+
+
+def rounds(count: int, seed: int, *, same: float = 1.0) -> list[RoundSeen]:
+    """Level 0 trains P0 of 2 * P0 groups; the others come back in the next round, each response
+    with probability `same` at its length."""
+    rng = random.Random(seed)
+
+    def tokens() -> int:
+        return CAP if rng.random() < 0.02 else rng.randint(10, 400)
+
+    found: list[RoundSeen] = []
+    for step in range(0, count, 2):
+        rows = sorted(([tokens() for _ in range(R0)] for _ in range(2 * P0)), key=max)
+        names = [DrawId(0, f"{step}-{number}") for number in range(2 * P0)]
+        key = max(rows[P0 - 1])
+        deferred = [
+            DeferredDraw(
+                Draw(*name, (), level=1, first_step=step),
+                tuple(min(key, length) for length in row),
+                tuple(length <= key for length in row),
+            )
+            for name, row in zip(names[P0:], rows[P0:], strict=True)
+        ]
+        again = [[t if rng.random() < same else t + 1 for t in row] for row in rows[P0:]]
+        for number, trained, lost in (
+            (step, zip(names, rows[:P0], strict=False), deferred),
+            (step + 1, zip(names[P0:], again, strict=True), []),
+        ):
+            groups = [TrainedGroup(name, step, tuple(row), 0) for name, row in trained]
+            speed = SpeedSums(60.0, SPEED.products, SPEED.targets)
+            found.append(RoundSeen(number, groups, lost, speed, 2, 0, 20.0))
+    return found
+
+
+def after(seen: list[RoundSeen], memory: LadderMemory | None = None) -> LadderMemory:
+    memory = memory or LadderMemory()
+    for round_ in seen:
+        memory = remembered(memory, round_, P0)
+    return memory
+
+
+def stored(memory: LadderMemory) -> LadderMemory:
+    return memory_from_json(json.loads(json.dumps(memory_to_json(memory))))
+
+
+@given(st.integers(0, 1000), st.integers(0, 30))
+@settings(max_examples=20)
+def test_a_restart_at_any_point_remembers_and_plans_the_same(seed: int, cut: int) -> None:
+    seen = rounds(30, seed)
+    whole = after(seen)
+    resumed = after(seen[cut:], stored(after(seen[:cut])))
+    assert resumed == whole == stored(whole)
+    assert next_ladder(RULES, resumed, 32, [1.0], (2.0,)) == next_ladder(
+        RULES, whole, 32, [1.0], (2.0,)
+    )
+
+
+def test_a_run_without_rounds_remembers_nothing() -> None:
+    assert memory_from_json({}) == LadderMemory() == stored(LadderMemory())
+
+
+def test_the_memory_does_not_grow_with_the_run() -> None:
+    sizes = [len(after(rounds(count, 1)).groups) for count in (48, 200)]
+    assert sizes[0] == pytest.approx(sizes[1], abs=2 * P0)
+
+
+def test_a_large_step_is_sampled_by_its_draws() -> None:
+    memory = LadderMemory()
+    for seen in rounds(48, 1):
+        memory = remembered(memory, seen, 64 * P0)
+    assert 0 < len(memory.groups) < 48 * P0 / 16
+
+
+@pytest.mark.parametrize("same", [0.0, 0.5, 1.0])
+def test_the_coupling_is_the_share_of_responses_that_come_out_again(same: float) -> None:
+    compared, equal = after(rounds(80, 3, same=same)).responses[1]
+    assert equal / compared == pytest.approx(same, abs=0.1)
+
+
+def test_a_draft_counts_by_the_tokens_that_need_no_decoding() -> None:
+    seen = rounds(2, 1)
+    had = sum(sum(item.response_tokens) for item in seen[0].deferred)
+    taken = [replace(group, carried_tokens=10) for group in seen[1].trained]
+    memory = after([seen[0], replace(seen[1], trained=taken)])
+    assert memory.draft_tokens == {1: (had, 10.0 * P0)}
+
+
+def test_responses_that_come_out_otherwise_end_the_deferral() -> None:
+    """However fast it is: the trained lengths would not be those of the policy."""
+    frozen, drifting = (after(rounds(60, 5, same=same)) for same in (1.0, 0.0))
+    assert next_ladder(RULES, frozen, 60, [0.0], (2.0,)).factors
+    assert next_ladder(RULES, drifting, 60, [0.0], (2.0,)).factors == ()
+
+
+def test_the_speed_counts_once_enough_responses_were_timed() -> None:
+    memory = after(rounds(2, 1))
+    engine = measured_engine(memory, [1.0, 9.0, 2.0])
+    assert engine is not None
+    assert (engine.replicas, engine.other_seconds) == (2, 2.0)
+    assert engine.step_seconds(1, 10) == pytest.approx(0.01, rel=0.1)
+    unknown = LadderMemory(speed=SPEED)
+    assert measured_engine(unknown, []) is None
+    choice = next_ladder(RULES, unknown, 4, [], (1.5,))
+    assert choice.factors == (1.5,)
+    assert "2 ends of responses were timed" in choice.reason
+
+
+def test_a_ladder_is_chosen_every_few_steps() -> None:
+    assert [step for step in range(17) if is_due(step)] == [4, 8, 12, 16]
