@@ -38,6 +38,7 @@ have the usual `process_...` figures too.
 |---|---|---|
 | all | `rollpacker_rpc_calls`, `rollpacker_rpc_seconds` (histogram), `rollpacker_rpc_running` | `method`, `code` |
 | coordinator | `rollpacker_coordinator_leads`, `rollpacker_workers` | `kind` |
+| | `rollpacker_device_held` | `device`, `worker` |
 | | `rollpacker_run_steps`, `rollpacker_run_planned_steps`, `rollpacker_run_queued_draws` | `run`, `level` |
 | | `rollpacker_round_groups` | `run`, `groups` (launched, finished, kept) |
 | | `rollpacker_held_out_score`, `rollpacker_held_out_weight_version` | `run`, `set`, `score` |
