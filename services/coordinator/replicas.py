@@ -235,7 +235,7 @@ class ReplicaSet:
             raise FailedPreconditionError(
                 "NO_REPLAY",
                 f"replica {worker.worker_id} ({engine.engine_kind}) does not replay by seed, which"
-                " modes exact and auto need; choose another mode or engine",
+                " mode exact or auto needs; choose another mode or engine",
             )
         if self._spec.tensor_parallel_size and not engine.changes_tensor_parallel_size:
             raise FailedPreconditionError(
