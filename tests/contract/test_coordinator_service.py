@@ -301,7 +301,7 @@ async def test_exact_is_refused_where_a_seed_means_nothing(cluster: Cluster) -> 
         await c.start(run_settings(cluster.directory), run_id="exact")
         run = await c.until_ended("exact", succeeded=False)
         assert run.state == pb.Run.STATE_FAILED
-        assert "rollout-1 (fake) does not replay by seed, which mode exact or auto needs" in run.failure
+        assert "rollout-1 (fake) does not replay by seed, which mode exact or auto" in run.failure
         paper = {"mode": "paper", "prompts_per_step": 4, "responses_per_prompt": 2}
         await c.start(run_settings(cluster.directory, tail_batching=paper), run_id="paper")
         await c.until_ended("paper")
