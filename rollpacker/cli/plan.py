@@ -79,23 +79,23 @@ def rows(
     nodes = -(-machine.gpus // machine.gpus_per_node)
     table = [
         ("model", f"{shape.family}, {shape.parameters:,} parameters"),
-        ("placement", proposal.placement.value),
+        ("placement", f"placement={proposal.placement.value}"),
         (
             "engines",
             f"{engine.replicas} replicas of TP {engine.tensor_parallel_size}; each holds"
             f" {engine.whole_sequences(job)} responses of {job.sequence_tokens} tokens",
         ),
+        ("", f"ROLLPACKER_ROLLOUT_REPLICAS={engine.replicas}"),
         ("", f"ROLLPACKER_ROLLOUT_KV_BUDGET_TOKENS={engine.kv_budget_tokens}"),
         *_tensor_parallel_rows(engine.tensor_parallel_size),
         ("trainer", f"{trainer.gpus} processes on {trainer.gpus} GPUs, one copy of the model"),
+        ("", f"ROLLPACKER_TRAINER_PROCESSES={trainer.gpus}"),
         ("", f"trainer.micro_batch_tokens={trainer.micro_batch_tokens}"),
         ("", f"trainer.activation_checkpointing={str(trainer.activation_checkpointing).lower()}"),
         ("", "trainer.dtype=bfloat16"),
     ]  # fmt: skip
     if proposal.placement is Placement.SEPARATE and idle:
         table.append(("idle", f"{idle} GPUs: no replica of TP {engine.tensor_parallel_size} fits"))
-    if proposal.placement is Placement.COLOCATED:
-        table.append(("note", "no service releases its GPU to the other side yet"))
     if nodes > 1:
         table.append(("nodes", f"{nodes} of {machine.gpus_per_node} GPUs"))
     return table

@@ -67,12 +67,6 @@ def reference_weights(shape: ModelShape, shards: int) -> Part:
     return Part("reference model", size, f"{_MASTER} B x {billions(shape.parameters)} / {shards}")
 
 
-def whole_model(shape: ModelShape) -> Part:
-    """Every process moves the model to its GPU as a whole before it is sharded."""
-    size = _MASTER * shape.parameters
-    return Part("whole model, at the start", size, f"{_MASTER} B x {billions(shape.parameters)}")
-
-
 def optimizer_work(shape: ModelShape, shards: int) -> Part:
     """What the update of AdamW holds in between."""
     size = _MASTER * shape.parameters // shards

@@ -1,9 +1,9 @@
 """From a model and some GPUs to a placement, or to a refusal with its arithmetic.
 
 *separate*: the trainer has GPUs of its own, as few as it fits on; the engines have the others, and
-both sides work at the same time. *colocated*: every GPU serves both in turn; the engine releases
-weights, keys and values while the trainer works, the trainer's shards stay. No service does so yet,
-so it is proposed only where it is wished or nothing else fits.
+both sides work at the same time. *colocated*: every GPU serves both in turn: the engine releases
+weights, keys and values while the trainer works, the trainer keeps its shards in host memory while
+the engine does. Moving takes time, so it is proposed only where it is wished or nothing else fits.
 
 An engine gets the smallest tensor-parallel size with which a whole group fits at its full length;
 where none is large enough, the one that holds most. The trainer keeps all activations where a
@@ -25,7 +25,7 @@ from rollpacker.placement.shape import ModelShape
 _RESERVED_SHARE = 0.06  # of a GPU: fragments of the allocator
 _CONTEXT_BYTES = 2 * GIB  # CUDA context, communication buffers
 _ENGINE_BYTES = 4 * GIB  # prefill activations, graphs
-_RELEASED_BYTES = 2 * GIB  # what an engine keeps after it has released its memory
+_RELEASED_BYTES = 2 * GIB  # what a side keeps of a GPU that it has given to the other one
 _ROUND_TOKENS = 1024  # micro-batches are multiples of it
 _LARGEST_MICRO_BATCH = 131_072  # tokens; beyond that a larger one gains nothing
 
@@ -132,7 +132,7 @@ def _separate(shape: ModelShape, machine: Machine, job: Job) -> Proposal:
             refusal = error
             continue
         free = _free_by_node(machine, taken=gpus)
-        engine = _engine(shape, job, free, machine.usable - _ENGINE_BYTES, ())
+        engine = _engine(shape, job, free, machine.usable - _ENGINE_BYTES)
         return Proposal(Placement.SEPARATE, trainer, engine)
     assert refusal is not None, "there was at least one try"
     raise PlacementError(f"separate: {refusal}", refusal.accounts)
@@ -141,9 +141,8 @@ def _separate(shape: ModelShape, machine: Machine, job: Job) -> Proposal:
 def _colocated(shape: ModelShape, machine: Machine, job: Job) -> Proposal:
     try:
         trainer = _trainer(shape, job, machine.gpus, machine.usable - _RELEASED_BYTES)
-        staying = _staying(shape, job, machine.gpus)
         free = _free_by_node(machine, taken=0)
-        engine = _engine(shape, job, free, machine.usable - _ENGINE_BYTES, staying)
+        engine = _engine(shape, job, free, machine.usable - _ENGINE_BYTES - _RELEASED_BYTES)
     except PlacementError as error:
         raise PlacementError(f"colocated: {error}", error.accounts) from error
     return Proposal(Placement.COLOCATED, trainer, engine)
@@ -158,13 +157,9 @@ def _staying(shape: ModelShape, job: Job, shards: int) -> tuple[Part, ...]:
 def _trainer(shape: ModelShape, job: Job, gpus: int, limit: int) -> TrainerSide:
     """Raises PlacementError, with the account that is over its limit."""
     staying = _staying(shape, job, gpus)
-    starting = [memory.whole_model(shape)]
-    starting += [memory.reference_weights(shape, gpus)] if job.reference_model else []
-    start = Account("trainer, at its start", limit, tuple(starting))
     update = Account("trainer, update", limit, (*staying, memory.optimizer_work(shape, gpus)))
-    for account in (start, update):
-        if account.free < 0:
-            raise PlacementError(_over(f"{gpus} GPUs for the trainer", account), (account,))
+    if update.free < 0:
+        raise PlacementError(_over(f"{gpus} GPUs for the trainer", update), (update,))
     work = (*staying, memory.gathered(shape, gpus), memory.head_work(shape))
     for recompute in (False, True):
         each = memory.activation_bytes_per_token(shape, gpus, recompute)
@@ -174,23 +169,21 @@ def _trainer(shape: ModelShape, job: Job, gpus: int, limit: int) -> TrainerSide:
         activations = Part("activations", tokens * each, f"{tokens} tokens x {each} B")
         passes = Account("trainer, forward and backward", limit, (*work, activations))
         if passes.free >= 0:
-            return TrainerSide(gpus, tokens, recompute, (start, passes, update))
+            return TrainerSide(gpus, tokens, recompute, (passes, update))
     raise PlacementError(_over(f"{gpus} GPUs for the trainer", passes), (passes,))
 
 
-def _engine(
-    shape: ModelShape, job: Job, free_by_node: list[int], limit: int, staying: tuple[Part, ...]
-) -> EngineSide:
+def _engine(shape: ModelShape, job: Job, free_by_node: list[int], limit: int) -> EngineSide:
     """Raises PlacementError, with the account of the largest tensor-parallel size."""
     best: EngineSide | None = None
     refused: Account | None = None
     for ranks in _tensor_parallel_sizes(shape, max(free_by_node)):
         weights = memory.engine_weights(shape, ranks)
         each = memory.kv_bytes_per_token(shape, ranks)
-        left = limit - weights.size - sum(part.size for part in staying)
+        left = limit - weights.size
         tokens = max(left // each, job.sequence_tokens)
         kv = Part("keys and values", tokens * each, f"{tokens} tokens x {each} B")
-        account = Account(f"engine, TP {ranks}", limit, (*staying, weights, kv))
+        account = Account(f"engine, TP {ranks}", limit, (weights, kv))
         if account.free < 0:
             refused = account
             continue

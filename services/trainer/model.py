@@ -58,7 +58,8 @@ class PolicyModel:
         self.lora = lora
         if lora is not None:
             add_adapter(self.module, lora)
-        self.module.to(device)
+        if mesh is None:
+            self.module.to(device)
         if activation_checkpointing:
             _compute_layers_again(self.module)
         self._can_replace_head = can_replace_head(self.module)
@@ -170,6 +171,9 @@ def _shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> N
 
     gloo has no pre-multiplied sum, so the division is switched off by forcing plain sums; that
     must be said to every FSDP module, not to the root alone.
+
+    The parameters come in host memory: FSDP moves each block to the device and keeps a shard of it
+    before it takes the next one, so the device never holds the whole model.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype == torch.bfloat16:
