@@ -133,7 +133,7 @@ check-deploy: .venv-deploy/installed  ## Dockerfiles, compose files and chart, w
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
 	  -f deploy/compose.yaml --profile observability --profile tools config --quiet
 	ROLLPACKER_SECRETS=../build/check-secrets $(TOOLS)/docker-compose --env-file deploy/.env.example \
-	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml -f deploy/compose.gpu8.yaml \
+	  -f deploy/compose.yaml -f deploy/compose.gpu.yaml \
 	  -f deploy/compose.sglang.yaml -f deploy/compose.apparmor.yaml config --quiet
 	ROLLPACKER_SECRETS=../build/check-secrets ROLLPACKER_JUDGE_MODEL=/srv/rollpacker/judge \
 	  $(TOOLS)/docker-compose --env-file deploy/.env.example \

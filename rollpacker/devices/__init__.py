@@ -1,5 +1,6 @@
-"""Who may use which GPU of a host: leases, their store, and the measure of free memory.
+"""Who may use which GPU: leases, their store, the measure of free memory, and a worker's side.
 
-Not wired yet: no service takes a lease. It is what replicas that share a host's GPUs, and engines
-and trainers that take turns on them, need to agree on.
+worker: holder --ClaimDevices, RenewDevices, ReleaseDevices--> coordinator --> store (Redis)
+          |                                                                      |
+          +-- meter: memory (nvidia-smi), fake                                   +-- lease (pure)
 """
