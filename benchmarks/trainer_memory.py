@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    disable_progress_bar()
     if options.model:
         checkpointing = not options.keep_activations
         run(options.model, options.lengths[0], options.vocabulary, checkpointing)

@@ -33,6 +33,7 @@ from services.trainer.replica import (
     Accumulate,
     Command,
     GatherWeights,
+    Open,
     Ping,
     Replica,
     SaveTensors,
@@ -80,6 +81,10 @@ class Leader:
         for replica in range(1, self.replica_count):
             self._post(replica, commands)
         return await own
+
+    async def open(self, command: Open) -> int:
+        """Load a model; returns the size of its vocabulary. Raises ModelNotFoundError."""
+        return cast(int, await self.everywhere(command))
 
     async def accumulate(self, windows: Sequence[Window], replica: int | None) -> None:
         """One window per rank of a replica, or of the first one that is free (None).

@@ -63,7 +63,7 @@ class PolicyModel:
         if activation_checkpointing:
             _compute_layers_again(self.module)
         self._can_replace_head = can_replace_head(self.module)
-        self._vocabulary = int(cast(Any, self.module).config.vocab_size)
+        self.vocabulary_size = int(cast(Any, self.module).config.vocab_size)
         self._sharded = mesh is not None
         if mesh is not None:
             _shard(self.module, mesh, self.compute_dtype)
@@ -76,7 +76,7 @@ class PolicyModel:
         Padding stands on the right: a causal model never looks at it from a real token, so no
         attention mask is needed.
         """
-        if self._can_replace_head and target_ids.numel() * self._vocabulary > _WHOLE_LOGITS:
+        if self._can_replace_head and target_ids.numel() * self.vocabulary_size > _WHOLE_LOGITS:
             with head_replaced(self.module, target_ids, temperature):
                 logprobs, entropies = self._logits(input_ids, target_ids.shape[1]).unbind(-1)
             return logprobs, entropies

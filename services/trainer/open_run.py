@@ -71,9 +71,16 @@ class OpenRun:
     """The open run of the trainer; used under the session's lock."""
 
     def __init__(
-        self, redis: Redis, leader: Leader, spec: RunSpec, roots: Roots, newest: Checkpoint | None
+        self,
+        redis: Redis,
+        leader: Leader,
+        spec: RunSpec,
+        roots: Roots,
+        newest: Checkpoint | None,
+        vocabulary_size: int,
     ) -> None:
         self.spec = spec
+        self.vocabulary_size = vocabulary_size
         self.settings_hash = spec.settings_hash()
         self._redis = redis
         self._leader = leader
@@ -110,10 +117,10 @@ class OpenRun:
         path = newest.path if newest else None
         command = Open(spec.model_directory, spec.settings, spec.temperature, path, devices)
         try:
-            await leader.everywhere(command)
+            vocabulary_size = await leader.open(command)
         except ModelNotFoundError as error:
             raise NotFoundError("MODEL_NOT_FOUND", str(error)) from error
-        run = cls(redis, leader, spec, roots, newest)
+        run = cls(redis, leader, spec, roots, newest, vocabulary_size)
         await run._publish(run.weight_version, with_base=True)
         await run._reconcile_results()
         _log.info("run %s is open at weight version %d", spec.run_id, run.weight_version)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,7 +47,13 @@ class OpenStep:
     """One open step of the trainer."""
 
     def __init__(
-        self, redis: Redis, leader: Leader, run_id: str, step: int, settings: OpenRunSettings
+        self,
+        redis: Redis,
+        leader: Leader,
+        run_id: str,
+        step: int,
+        settings: OpenRunSettings,
+        vocabulary_size: int,
     ) -> None:
         self.run_id = run_id
         self.step = step
@@ -55,6 +62,7 @@ class OpenStep:
         )
         self.accumulate_seconds = 0.0
         self._leader = leader
+        self._vocabulary_size = vocabulary_size
         self._deterministic = settings.deterministic
         self._windows = 0
         self._stream = SampleStream(redis, run_id, step)
@@ -133,7 +141,7 @@ class OpenStep:
         if self._failure:
             return
         if group.draw.id not in self._taken:
-            wrong = _what_is_wrong(group, self.run_id, self.step)
+            wrong = _what_is_wrong(group, self.run_id, self.step, self._vocabulary_size)
             if wrong:
                 self.fail(_invalid_sample(self.step, f"draw {group.draw.id}: {wrong}"))
                 return
@@ -191,7 +199,7 @@ class OpenStep:
         )
 
 
-def _what_is_wrong(group: PromptGroup, run_id: str, step: int) -> str:
+def _what_is_wrong(group: PromptGroup, run_id: str, step: int, vocabulary_size: int) -> str:
     """Why a group cannot be trained in this step; empty when it can."""
     if (group.run_id, group.step) != (run_id, step):
         return f"it belongs to step {group.step} of run {group.run_id}"
@@ -199,7 +207,25 @@ def _what_is_wrong(group: PromptGroup, run_id: str, step: int) -> str:
         return f"weight version {group.weight_version} sampled it, not {step}"
     if not group.prompt_token_ids:
         return "its prompt has no token"
+    for scored in group.responses:
+        if not math.isfinite(scored.advantage):
+            return f"response {scored.response.response_id} has advantage {scored.advantage}"
+    unknown = _token_outside(group, vocabulary_size)
+    if unknown is not None:
+        return (
+            f"token {unknown} is none of the {vocabulary_size} that the model knows: the tokenizer,"
+            " or the engine, is of another model"
+        )
     return ""
+
+
+def _token_outside(group: PromptGroup, vocabulary_size: int) -> int | None:
+    tokens = [group.prompt_token_ids, *(scored.response.token_ids for scored in group.responses)]
+    for of_one in tokens:
+        for extreme in (min(of_one, default=0), max(of_one, default=0)):
+            if not 0 <= extreme < vocabulary_size:
+                return extreme
+    return None
 
 
 def _invalid_sample(step: int, what: str) -> FailedPreconditionError:

@@ -145,7 +145,7 @@ class Replica:
         """Do what a command says and return its result."""
         match command:
             case Open():
-                self._open(command)
+                return self._open(command)
             case BeginStep(learning_rate, temperature):
                 self._opened.accumulator.temperature = temperature
                 for group in self._opened.optimizer.param_groups:
@@ -180,7 +180,7 @@ class Replica:
         self._opened.offload.bring_back()
         return self._opened
 
-    def _open(self, command: Open) -> None:
+    def _open(self, command: Open) -> int:
         self._forget()
         self._ranks.use_devices(command.devices)
         failure: ModelNotFoundError | None = None
@@ -208,6 +208,7 @@ class Replica:
         modules = [model.module, *([reference.module] if reference else [])]
         offload = Offload(modules, optimizer, self._ranks.device, self._ranks.holds)
         self._run = _Run(model, optimizer, accumulator, command.settings, offload)
+        return model.vocabulary_size
 
     def _put_away(self) -> None:
         if self._run is None:

@@ -207,7 +207,9 @@ class Session:
                 )
             await self._devices.claim(self._device_count)
             await self._leader.everywhere(begin)
-            self._step = OpenStep(self._redis, self._leader, run_id, step, run.spec.settings)
+            self._step = OpenStep(
+                self._redis, self._leader, run_id, step, run.spec.settings, run.vocabulary_size
+            )
 
     async def _save_checkpoint(self, run_id: str) -> int:
         async with self._lock:  # an update that is under way holds it

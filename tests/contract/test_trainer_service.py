@@ -362,11 +362,36 @@ async def test_the_weights_depend_on_the_order_of_the_stream_not_on_arrival(
     assert same_bits(*uris)
 
 
-async def test_groups_of_another_step_fail_the_step_until_it_is_abandoned(opened, redis_client):
+def with_first_response(group, response):
+    return dataclasses.replace(group, responses=(response, *group.responses[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda group: dataclasses.replace(group, weight_version=7), "weight version 7"),
+        (lambda group: dataclasses.replace(group, prompt_token_ids=()), "its prompt has no token"),
+        (
+            lambda group: dataclasses.replace(group, prompt_token_ids=(3, 10**6)),
+            "token 1000000 is none of the 17",
+        ),
+        (
+            lambda group: with_first_response(group, make_response([2, -1])),
+            "token -1 is none of the 17",
+        ),
+        (
+            lambda group: with_first_response(group, make_response([2], advantage=math.nan)),
+            "response r0 has advantage nan",
+        ),
+    ],
+)
+async def test_groups_of_another_step_or_model_fail_the_step_until_it_is_abandoned(
+    opened, redis_client, spoil, what
+):
     await opened.start(0)
-    await fill_stream(redis_client, 0, [dataclasses.replace(make_groups(0)[0], weight_version=7)])
+    await fill_stream(redis_client, 0, [spoil(make_groups(0)[0])])
     message = await refused(opened.finish(0, []), FailedPreconditionError, "INVALID_SAMPLE")
-    assert "weight version 7" in message
+    assert what in message
     await redis_client.delete(keys.step_samples(RUN, 0))
     await opened.abandon(0)
     assert (await opened.train(redis_client, 0, make_groups(0))).weight_version == 1
@@ -401,7 +426,7 @@ async def test_a_caller_that_gives_up_leaves_the_update_running_and_a_repeat_joi
 async def test_three_updates_in_a_row_without_a_finite_gradient_end_the_run(opened, redis_client):
     def broken(step):
         groups = make_groups(step)
-        response = make_response([1, 2], advantage=math.inf, weight_version=step)
+        response = make_response([1, 2], advantage=1e308, weight_version=step)
         return [*groups[1:], dataclasses.replace(groups[0], responses=(response,))]
 
     good = await opened.train(redis_client, 0, make_groups(0))
