@@ -8,7 +8,8 @@
 The live coordinator and the simulator both come here: what they plan with is the same. Everything
 is a function of the rounds in their order, so a run that is resumed or replayed plans the same.
 
-Groups are sampled by their draw, whatever became of them: only that is unbiased. A group that was
+When groups become too many, half of the draws are forgotten, and never remembered again, whatever
+became of them: only that is unbiased. A group that was
 deferred and comes back shows how far the weights have drifted. A response that had ended in its
 first launch either comes out at the same length or not: the share that does is the measured
 coupling; the share of the tokens that the group had and need not decode again is the acceptance of
@@ -28,19 +29,14 @@ from typing import Any
 
 from rollpacker.policy.engine_meter import SpeedSums, decode_seconds
 from rollpacker.policy.group_law import ObservedGroup
-from rollpacker.policy.planner import (
-    EngineMeasure,
-    LadderChoice,
-    PlannerRules,
-    choose_ladder,
-    ladder_name,
-)
+from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules
+from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.types import DeferredDraw, DrawId
 
 EVERY_STEPS = 4  # between two choices
 STEPS_SEEN = 8  # whose seconds count for what no ladder changes
 _FIRST_STEP = 2  # nothing is known before
-_GROUPS = 2000  # about so many are kept
+_GROUPS = 2000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
@@ -87,6 +83,7 @@ class LadderMemory:
     """See the top of the file."""
 
     groups: Mapping[DrawId, SeenGroup] = field(default_factory=dict)
+    one_in: int = 1  # of the draws is remembered
     speed: SpeedSums = field(default_factory=SpeedSums)
     replicas: int = 1
     kv_capacity: int = 0
@@ -96,7 +93,7 @@ class LadderMemory:
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
-def remembered(memory: LadderMemory, seen: RoundSeen, prompts_per_step: int) -> LadderMemory:
+def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
     """The memory after a round."""
     groups = {
         draw: group
@@ -104,7 +101,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen, prompts_per_step: int) -> 
         if seen.step - group.first_step < _HISTORY_STEPS
     }
     responses, drafts = _faded(memory.responses), _faded(memory.draft_tokens)
-    one_in = -(-prompts_per_step * _HISTORY_STEPS // _GROUPS)
+    one_in = memory.one_in
     for group in seen.trained:
         if not _sampled(group.draw, one_in):
             continue
@@ -129,8 +126,12 @@ def remembered(memory: LadderMemory, seen: RoundSeen, prompts_per_step: int) -> 
             tokens = tuple(max(1, count) for count in item.response_tokens)
             group_ = SeenGroup(item.draw.first_step, tokens, False, ended)
             _remember(groups, item.draw.id, group_)
+    while len(groups) > _GROUPS:
+        one_in *= 2
+        groups = {draw: group for draw, group in groups.items() if _sampled(draw, one_in)}
     return LadderMemory(
         groups,
+        one_in,
         memory.speed.faded(_FADES, seen.speed),
         seen.replicas or memory.replicas,
         seen.kv_capacity or memory.kv_capacity,
@@ -199,6 +200,7 @@ def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
             [*draw, group.first_step, group.response_tokens, group.complete, group.first_tokens]
             for draw, group in memory.groups.items()
         ],
+        "one_in": memory.one_in,
         "speed": [memory.speed.equations, memory.speed.products, memory.speed.targets],
         "replicas": memory.replicas,
         "kv_capacity": memory.kv_capacity,
@@ -218,6 +220,7 @@ def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
             DrawId(epoch, prompt): SeenGroup(first, tuple(tokens), complete, tuple(ended))
             for epoch, prompt, first, tokens, complete, ended in values["groups"]
         },
+        one_in=values["one_in"],
         speed=SpeedSums(equations, tuple(products), tuple(targets)),
         replicas=values["replicas"],
         kv_capacity=values["kv_capacity"],

@@ -26,11 +26,12 @@ from rollpacker.simulation.paper import (
 )
 from rollpacker.simulation.parameters import Parameters, load_parameters
 from rollpacker.simulation.recorded_run import replay_rows
-from rollpacker.simulation.regret import regret_rows, summary_row
+from rollpacker.simulation.regret import SETS, regret_rows, summary_row
 from rollpacker.simulation.search import CAPS as SEARCH_CAPS
 from rollpacker.simulation.search import IDEAS, search_rows
 from rollpacker.simulation.search import RHOS as SEARCH_RHOS
 from rollpacker.simulation.services_fit import fit_services
+from rollpacker.simulation.sizes import size_rows
 from rollpacker.simulation.speed import speed_rows
 
 _PACKAGE_FILE = Path(__file__).with_name("parameters.json")
@@ -92,7 +93,7 @@ def _calibrate(options: argparse.Namespace, parameters: Parameters) -> int:
 
 def _regret(options: argparse.Namespace, parameters: Parameters) -> int:
     rows = []
-    for row in regret_rows(parameters, options.steps):
+    for row in regret_rows(parameters, options.steps, SETS[options.set]):
         rows.append(row)
         _row(options, row)
     _row(options, summary_row(rows))
@@ -107,6 +108,12 @@ def _search(options: argparse.Namespace, parameters: Parameters) -> int:
         options.steps,
         tuple(options.idea or ()),
     ):
+        _row(options, row)
+    return 0
+
+
+def _sizes(options: argparse.Namespace, parameters: Parameters) -> int:
+    for row in size_rows(parameters, options.steps):
         _row(options, row)
     return 0
 
@@ -157,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--steps", type=int, default=40)
     regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
     regret.add_argument("--steps", type=int, default=48)
+    regret.add_argument("--set", choices=tuple(SETS), default="known", help="of scenarios")
+    sizes = _command(commands, "sizes", _sizes, "a tensor-parallel size for each level")
+    sizes.add_argument("--steps", type=int, default=32)
     speed = _command(commands, "speed", _speed, "seconds that simulations take, by size")
     speed.add_argument("--responses", type=int, default=100_000, help="of the largest round")
     replay = _command(commands, "replay", _replay, "a real run beside its simulation")

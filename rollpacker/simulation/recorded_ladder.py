@@ -16,6 +16,7 @@ from typing import Any
 from rollpacker.policy.commands import EmitGroup, FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.events import DrawsAdded, GroupRestored, ResponseFinished
+from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     STEPS_SEEN,
     LadderMemory,
@@ -25,7 +26,6 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     remembered,
 )
-from rollpacker.policy.planner import PlannerRules
 from rollpacker.round_log import LoggedRound
 from rollpacker.types import DrawId
 
@@ -61,7 +61,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 "same": same,
             }
         before = rules.speculation_factors
-        memory = remembered(memory, round_seen(logged), rules.prompts_per_step)
+        memory = remembered(memory, round_seen(logged))
     yield {"figure": "ladders", "choices": choices, "differences": differences}
 
 

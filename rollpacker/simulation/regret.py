@@ -2,21 +2,26 @@
 
 Regret of a scenario = mean rollout seconds of `auto` over those of its best fixed ladder, minus 1.
 The best single setting is the fixed ladder with the lowest mean over scenarios of the same ratio.
-Weights are frozen and nothing is carried over, so that only the schedule counts. One scenario is
-not stationary: its lengths double over the run.
+Weights are frozen and nothing is carried over, so that only the schedule counts.
+
+The planner was worked on with the `known` scenarios in view; the `held_out` ones, with other
+seeds, tasks, caps, correlations and growing lengths, say what it does elsewhere. In the `growing`
+ones lengths double over the run: take 100 steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from rollpacker.simulation.compare import AUTO_START, Mode, run_mode
 from rollpacker.simulation.parameters import Parameters
 from rollpacker.simulation.scenario import FROZEN, OVERLAP, ladder
-from rollpacker.simulation.workload import Workload, WorkloadRules
+from rollpacker.simulation.simulator import StepTrace
+from rollpacker.simulation.workload import MIX, Workload, WorkloadRules
 
 FIXED: tuple[tuple[float, ...], ...] = (
     (),
@@ -28,31 +33,76 @@ FIXED: tuple[tuple[float, ...], ...] = (
     (2.0, 2.0),
     (2.0, 2.0, 2.0),
 )
-SCENARIOS = (
-    *((cap, rho, 1.0) for cap in (8192, 16384, 32768) for rho in (0.3, 0.6, 0.9)),
-    (32768, 0.3, 2.0),
-)
 
 
-def regret_rows(parameters: Parameters, steps: int) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class RegretScenario:
+    """Lengths that are planned for."""
+
+    cap: int
+    rho: float
+    length_growth: float = 1.0
+    task: str = MIX
+    seed: int = 0
+
+
+SETS: dict[str, tuple[RegretScenario, ...]] = {
+    "known": (
+        *(RegretScenario(cap, rho) for cap in (8192, 16384, 32768) for rho in (0.3, 0.6, 0.9)),
+        RegretScenario(32768, 0.3, 2.0),
+    ),
+    "held_out": (
+        RegretScenario(8192, 0.3, 1.0, MIX, 1),
+        RegretScenario(8192, 0.5, 1.0, "math", 2),
+        RegretScenario(8192, 0.8, 1.0, "code", 3),
+        RegretScenario(8192, 0.6, 2.0, MIX, 4),
+        RegretScenario(16384, 0.3, 1.0, "code", 5),
+        RegretScenario(16384, 0.5, 1.0, MIX, 6),
+        RegretScenario(16384, 0.8, 1.0, "math", 7),
+        RegretScenario(16384, 0.6, 2.0, MIX, 8),
+        RegretScenario(32768, 0.3, 1.0, "math", 9),
+        RegretScenario(32768, 0.5, 1.0, MIX, 10),
+        RegretScenario(32768, 0.8, 1.0, "code", 11),
+        RegretScenario(32768, 0.6, 2.0, MIX, 12),
+        RegretScenario(65536, 0.3, 1.0, MIX, 13),
+        RegretScenario(65536, 0.5, 1.0, "math", 14),
+        RegretScenario(65536, 0.8, 1.0, MIX, 15),
+        RegretScenario(65536, 0.6, 2.0, "code", 16),
+    ),
+    "growing": (RegretScenario(16384, 0.6, 2.0), RegretScenario(32768, 0.3, 2.0)),
+}
+
+
+def regret_rows(
+    parameters: Parameters, steps: int, scenarios: Sequence[RegretScenario]
+) -> Iterator[dict[str, Any]]:
     """One row per scenario: seconds of each fixed ladder, of the planner, and its regret."""
-    for cap, rho, growth in SCENARIOS:
-        rules = WorkloadRules(cap, rho, parameters["never_stop_share"], length_growth=growth)
+    for scenario in scenarios:
+        rules = WorkloadRules(
+            scenario.cap,
+            scenario.rho,
+            parameters["never_stop_share"],
+            scenario.task,
+            scenario.seed,
+            length_growth=scenario.length_growth,
+        )
         workload = Workload(rules, steps * OVERLAP.prompts_per_step)
         fixed = {
-            _name(factors): _seconds(parameters, factors, workload, rules, steps, planned=False)
+            _name(factors): _seconds(
+                _steps(parameters, factors, workload, rules, steps, planned=False)
+            )
             for factors in FIXED
         }
-        auto = _seconds(parameters, AUTO_START, workload, rules, steps, planned=True)
+        done = _steps(parameters, AUTO_START, workload, rules, steps, planned=True)
+        auto = _seconds(done)
         best = min(fixed, key=fixed.__getitem__)
         yield {
-            "cap": cap,
-            "rho": rho,
-            "length_growth": growth,
+            **dataclasses.asdict(scenario),
             "auto": round(auto, 2),
             "best": best,
             "regret": round(auto / fixed[best] - 1.0, 4),
             "fixed": {name: round(seconds, 2) for name, seconds in fixed.items()},
+            "ladders": _ladders(done),
         }
 
 
@@ -74,7 +124,7 @@ def summary_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _seconds(
+def _steps(
     parameters: Parameters,
     factors: tuple[float, ...],
     workload: Workload,
@@ -82,11 +132,24 @@ def _seconds(
     steps: int,
     *,
     planned: bool,
-) -> float:
-    base = ladder(*factors) if factors else dataclasses.replace(OVERLAP)
+) -> list[StepTrace]:
+    base = ladder(*factors) if factors else OVERLAP
     mode = Mode("auto" if planned else "fixed", base, FROZEN, "frozen", "none", planned=planned)
-    done = run_mode(parameters, mode, workload, rules, steps)
-    return fmean(step.rollout_seconds for step in done)
+    return run_mode(parameters, mode, workload, rules, steps)
+
+
+def _seconds(steps: Sequence[StepTrace]) -> float:
+    return fmean(step.rollout_seconds for step in steps)
+
+
+def _ladders(steps: Sequence[StepTrace]) -> list[list[Any]]:
+    """The ladders of a run, each with the step from which on it was in force."""
+    found: list[list[Any]] = []
+    for step in steps:
+        name = _name(step.factors)
+        if not found or found[-1][1] != name:
+            found.append([step.step, name])
+    return found
 
 
 def _name(factors: tuple[float, ...]) -> str:

@@ -72,6 +72,7 @@ class Scenario:
     steps: int = 10  # prompts for so many steps are drawn; the queue is drained behind them
     gpus: int = 0  # 0: the paper's for this model
     tensor_parallel_size: int = 0  # 0: the paper's for this model
+    level_sizes: tuple[int, ...] = ()  # tensor-parallel size by level; empty: one for all
     adaptive_timeouts: bool = True
     scales_down: bool = False  # release replicas to training during a round
     release_share: float = 0.0  # release then, whatever the KV need; 0: the live rule
@@ -85,7 +86,11 @@ class Scenario:
         """GPUs of the run."""
         return self.gpus or self.model.gpus
 
-    @property
-    def replica_count(self) -> int:
-        """Rollout replicas of the run."""
-        return self.gpu_count // (self.tensor_parallel_size or self.model.tensor_parallel_size)
+    def size_at(self, level: int) -> int:
+        """Tensor-parallel size in the rounds of a level."""
+        one = self.tensor_parallel_size or self.model.tensor_parallel_size
+        return self.level_sizes[level] if self.level_sizes else one
+
+    def replicas_at(self, level: int) -> int:
+        """Rollout replicas in the rounds of a level; changing their size takes no time."""
+        return self.gpu_count // self.size_at(level)

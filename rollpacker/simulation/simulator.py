@@ -80,9 +80,10 @@ class Simulator:
         self.rules = self._wanted = scenario.rules
         count = scenario.steps * self.rules.prompts_per_step
         self.workload = workload or Workload(scenario.workload, count)
-        self.speed: EngineSpeed = engine_speed(
-            parameters, scenario.model, scenario.tensor_parallel_size
-        )
+        sizes = {scenario.size_at(level) for level in range(len(scenario.level_sizes) or 1)}
+        self._speeds: dict[int, EngineSpeed] = {
+            size: engine_speed(parameters, scenario.model, size) for size in sizes
+        }
         self.release = release_rule(scenario)
         self._bubble_drafts: dict[int, BubbleDraft] = {}
         self._steer = steer
@@ -134,7 +135,7 @@ class Simulator:
         start = self.now
         draws = [*planned.queued, *self._new_draws(planned)]
         refit = self.parameters[f"refit_seconds.{self.scenario.model.name}"]
-        replicas = self._replicas(start + refit)
+        replicas = self._replicas(start + refit, planned.level)
         trainer = TrainerModel(
             self.parameters,
             self.scenario.model,
@@ -225,8 +226,8 @@ class Simulator:
 
     def _room(self, planned: RoundPlan, groups: int) -> int:
         """Responses that each replica is given at a time: an even share, within its limits."""
-        share = -(-groups // self.scenario.replica_count) * planned.response_count
-        limit = self.scenario.admission_responses or self.speed.max_running
+        share = -(-groups // self.scenario.replicas_at(planned.level)) * planned.response_count
+        limit = self.scenario.admission_responses or self.speed_at(planned.level).max_running
         return min(share, limit)
 
     def _launchable(self, planned: RoundPlan, draw: Draw, draft: DeferredDraw | None) -> Launchable:
@@ -272,7 +273,7 @@ class Simulator:
         ]
         seconds = round_.end - round_.start
         idle = [seconds - replica.busy_seconds for replica in replicas]
-        begun = begin(step, waiting, idle, self.speed, int(self.parameters["prompt_tokens"]))
+        begun = begin(step, waiting, idle, replicas[0].speed, int(self.parameters["prompt_tokens"]))
         self._bubble_drafts |= begun
         return sum(sum(draft.tokens) for draft in begun.values())
 
@@ -300,10 +301,14 @@ class Simulator:
         ]
         return tuple(sorted(lowered, key=lambda item: item.draw.level))
 
-    def _replicas(self, start: float) -> list[ReplicaModel]:
+    def speed_at(self, level: int) -> EngineSpeed:
+        """Of a replica in the rounds of a level."""
+        return self._speeds[self.scenario.size_at(level)]
+
+    def _replicas(self, start: float, level: int) -> list[ReplicaModel]:
         replicas = [
-            ReplicaModel(f"replica-{number:04d}", self.speed)
-            for number in range(self.scenario.replica_count)
+            ReplicaModel(f"replica-{number:04d}", self.speed_at(level))
+            for number in range(self.scenario.replicas_at(level))
         ]
         for replica in replicas:
             replica.now = start

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     STEPS_SEEN,
     LadderMemory,
@@ -18,7 +19,6 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     remembered,
 )
-from rollpacker.policy.planner import PlannerRules
 from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.simulation.simulator import StepTrace
 
@@ -39,7 +39,7 @@ class PlannedSteering:
         """The rules from this step on; None: nothing is decided."""
         if done:
             seen = round_seen(done[-1], self._kv_capacity)
-            self.memory = remembered(self.memory, seen, present.prompts_per_step)
+            self.memory = remembered(self.memory, seen)
         if not is_due(step):
             return None
         others = [s.step_seconds - s.rollout_seconds for s in done[-STEPS_SEEN:]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     STEPS_SEEN,
     RoundSeen,
@@ -21,8 +22,6 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     remembered,
 )
-from rollpacker.policy.planner import PlannerRules
-from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.settings import RunSettings
 from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.store.run_store import RunStore
@@ -58,9 +57,7 @@ def planner_rules(settings: RunSettings) -> PlannerRules:
     )
 
 
-def memory_after(
-    state: RunState, rules: TailBatchingRules, result: RoundResult
-) -> Mapping[str, Any]:
+def memory_after(state: RunState, result: RoundResult) -> Mapping[str, Any]:
     """The run's memory with the round of its open step; as it was in the other modes."""
     meter = result.meter
     if meter is None:
@@ -85,7 +82,7 @@ def memory_after(
         meter.prompt_tokens,
     )
     memory = memory_from_json(state.ladder_memory)
-    return memory_to_json(remembered(memory, seen, rules.prompts_per_step))
+    return memory_to_json(remembered(memory, seen))
 
 
 def _other_seconds(record: StepRecord) -> float:

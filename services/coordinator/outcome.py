@@ -46,7 +46,7 @@ def round_outcome(
         long_round=False,
         deferred=_next_queue(state, planned, finish),
         totals=add_domains(next_totals(state.totals, groups, finish), groups, domain_of),
-        ladder_memory=memory_after(state, rules, result),
+        ladder_memory=memory_after(state, result),
     )
     trained = tuple(group.draw for group in groups)
     record = StepRecord(

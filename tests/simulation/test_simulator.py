@@ -138,9 +138,9 @@ def test_a_round_takes_as_long_as_the_closed_form_says(replicas: int) -> None:
     assert isinstance(workload, Workload)
     lengths = workload.first_lengths.reshape(3, 8, -1)[:, :, :4]
     prompt_tokens = int(PARAMETERS["prompt_tokens"])
-    ends = completion_seconds(lengths, 4, replicas, simulator.speed, prompt_tokens)
+    ends = completion_seconds(lengths, 4, replicas, simulator.speed_at(0), prompt_tokens)
     prompts = {1: 8, 8: 4}[replicas]  # whose responses a replica has
-    prefill = prompts * prompt_tokens * simulator.speed.prefill_seconds
+    prefill = prompts * prompt_tokens * simulator.speed_at(0).prefill_seconds
     for step, end in zip(steps, ends.max(axis=1), strict=True):
         assert step.rollout_seconds == pytest.approx(end + prefill, rel=1e-6)
 
@@ -166,3 +166,27 @@ def test_replicas_released_to_training_lose_no_response(share: float, spreads: b
     plain = run(scenario(MODES["two levels"]))[1]
     assert [step.trained for step in steps] == [step.trained for step in plain]
     assert all(s.trained_tokens == p.trained_tokens for s, p in zip(steps, plain, strict=True))
+
+
+def test_a_size_for_each_level_changes_times_and_nothing_else() -> None:
+    _, one = run(scenario(rules(2.0, 2.0)))
+    _, own = run(scenario(rules(2.0, 2.0), level_sizes=(1, 2, 4)))
+    assert [step.trained for step in own] == [step.trained for step in one]
+    assert [len(step.round.spans) for step in own] == [4 // (1, 2, 4)[step.level] for step in one]
+    for before, after in zip(one, own, strict=True):
+        assert (after.rollout_seconds == before.rollout_seconds) == (after.level == 0)
+
+
+def test_a_run_that_gives_up_deferring_drains_its_queue_first() -> None:
+    """Rules without a level have no round for what was deferred."""
+
+    def steer(step: int, done: list[StepTrace], present: TailBatchingRules) -> object:
+        return replace(present, speculation_factors=()) if step == 2 else None
+
+    simulator = Simulator(scenario(rules(2.0)), PARAMETERS, steer=steer)  # type: ignore[arg-type]
+    steps = list(simulator.steps())
+    assert Counter(draw.prompt_id for step in steps for draw in step.trained) == Counter(
+        map(str, range(48))
+    )
+    assert [step.factors for step in steps][-1] == ()
+    assert all(set(step.ages) == {0} for step in steps if not step.factors)

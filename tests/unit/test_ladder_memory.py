@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.policy.engine_meter import SpeedSums
+from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     LadderMemory,
     RoundSeen,
@@ -22,7 +24,6 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     remembered,
 )
-from rollpacker.policy.planner import PlannerRules
 from rollpacker.types import DeferredDraw, Draw, DrawId
 
 P0, R0, CAP = 8, 4, 4096
@@ -65,7 +66,7 @@ def rounds(count: int, seed: int, *, same: float = 1.0) -> list[RoundSeen]:
 def after(seen: list[RoundSeen], memory: LadderMemory | None = None) -> LadderMemory:
     memory = memory or LadderMemory()
     for round_ in seen:
-        memory = remembered(memory, round_, P0)
+        memory = remembered(memory, round_)
     return memory
 
 
@@ -94,11 +95,16 @@ def test_the_memory_does_not_grow_with_the_run() -> None:
     assert sizes[0] == pytest.approx(sizes[1], abs=2 * P0)
 
 
-def test_a_large_step_is_sampled_by_its_draws() -> None:
-    memory = LadderMemory()
-    for seen in rounds(48, 1):
-        memory = remembered(memory, seen, 200 * P0)
-    assert 0 < len(memory.groups) < 48 * P0 / 16  # about one in 39
+def test_of_too_many_groups_half_of_the_draws_are_forgotten_for_good() -> None:
+    memory, most = LadderMemory(), 0
+    for step in range(40):
+        trained = [TrainedGroup(DrawId(0, f"{step}-{n}"), step, (5,), 0) for n in range(128)]
+        memory = remembered(memory, RoundSeen(step, trained, [], SpeedSums(), 1, 0, 1.0))
+        most = max(most, len(memory.groups))
+    assert (most <= 2000, memory.one_in) == (True, 4)
+    by_step = Counter(group.first_step for group in memory.groups.values())
+    assert set(by_step) == set(range(40))
+    assert len(memory.groups) == pytest.approx(40 * 128 / 4, rel=0.2)
 
 
 @pytest.mark.parametrize("same", [0.0, 0.5, 1.0])

@@ -6,9 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.planner import EngineMeasure, PlannerRules, choose_ladder, forecast
+from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast, level_rounds
+from rollpacker.policy.planner import choose_ladder, choose_sizes
 
 RULES = PlannerRules(16, 4, 8192)
 ENGINE = EngineMeasure(4, 0.01, 2e-4, 1e-8, 1_000_000, 100)
@@ -101,3 +104,73 @@ def test_the_shares_of_a_ladder_add_up_to_the_mean_length() -> None:
     assert 0.6 * low + 0.4 * high == pytest.approx(law.tokens(0.0, 1.0))
     for factors in ((1.5,), (1.75, 2.0), (2.0, 2.0, 2.0)):
         assert forecast(RULES, ENGINE, law, factors).length_ratio == pytest.approx(1.0)
+
+
+def sized(size: int) -> EngineMeasure:
+    """16 GPUs of engines of this size: faster each, fewer, and with more room in all."""
+    return EngineMeasure(16 // size, 0.02 / size, 1e-3, 1e-8, 12_000 * (2 * size - 1), 100)
+
+
+def test_long_levels_get_larger_engines_where_their_kv_does_not_fit() -> None:
+    """A level that holds short responses wants many small engines."""
+    engines = {size: sized(size) for size in (1, 2, 4)}
+    choice = choose_sizes(RULES, engines, groups(400, 0.03), (2.0, 2.0), (1, 1, 1))
+    assert choice.sizes[0] < choice.sizes[-1]
+    assert "\n" not in choice.reason
+    assert choice.reason.count("level") == 3
+
+
+@given(st.floats(0.0, 0.2), st.sampled_from([(), (1.5,), (2.0, 1.75)]), st.integers(0, 50))
+@settings(max_examples=20, deadline=None)
+def test_a_level_changes_its_size_only_for_a_gain(
+    tail: float, factors: tuple[float, ...], seed: int
+) -> None:
+    engines = {size: sized(size) for size in (1, 2, 4)}
+    seen = groups(200, tail, seed)
+    law = GroupLaw(seen, 8192)
+    choice = choose_sizes(RULES, engines, seen, factors, (2,) * (len(factors) + 1))
+    for size, level in zip(choice.sizes, level_rounds(RULES, law, factors), strict=True):
+        seconds = {s: level.seconds(RULES, engine, law) for s, engine in engines.items()}
+        if size == 2:
+            assert seconds[2] <= min(seconds.values()) * (1 + RULES.min_gain)
+        else:
+            assert seconds[size] == min(seconds.values()) < seconds[2]
+
+
+def test_responses_that_never_stop_take_turns_where_the_kv_is_full() -> None:
+    """What does not fit makes its tokens up when the others have ended."""
+    capped = [ObservedGroup((8192,) * 4, complete=True) for _ in range(64)]
+    law = GroupLaw(capped, 8192)
+    one = replace(ENGINE, replicas=16, per_sequence_seconds=0.0, per_kv_token_seconds=0.0)
+    all_fit = forecast(RULES, replace(one, kv_capacity=4 * 9000), law, ()).rollout_seconds
+    half_fit = forecast(RULES, replace(one, kv_capacity=2 * 9000), law, ()).rollout_seconds
+    assert 1.2 * all_fit < half_fit <= 2 * all_fit
+
+
+def test_a_guess_does_not_keep_a_ladder_that_shortens_what_is_trained() -> None:
+    drifting = replace(RULES, coupling=lambda age: 0.0)
+    whole = [group for group in groups(400, 0.05) if group.longest < 8192]
+    cut = [ObservedGroup((500,) * 4, complete=False)] * (400 - len(whole))
+    choice = choose_ladder(drifting, ENGINE, [*whole, *cut], (2.0,))
+    assert choice.factors == ()
+
+
+def test_a_fresh_group_of_the_same_prompts_is_between_the_old_one_and_any() -> None:
+    rng = random.Random(1)
+    rows = [
+        tuple(round(1000 * scale * rng.uniform(0.5, 1.5)) for _ in range(4))
+        for scale in (rng.choice((1, 3)) for _ in range(600))
+    ]
+    law = GroupLaw([ObservedGroup(row, complete=True) for row in rows], 8192)
+    longer = law.bins[len(law.bins) // 2 :]
+    fresh, old = (
+        sum(item.mass * tokens for item, tokens in rows) / sum(item.mass for item in longer)
+        for rows in (
+            [(item, item.fresh_tokens) for item in longer],
+            [(item, item.tokens) for item in longer],
+        )
+    )
+    assert law.tokens(0.0, 1.0) < fresh < old
+    assert sum(item.mass * item.fresh_tokens for item in law.bins) == pytest.approx(
+        law.tokens(0.0, 1.0), rel=1e-6
+    )

@@ -1,0 +1,261 @@
+"""What a ladder is expected to do: seconds per round, trained lengths, ages.
+
+    observed groups --Kaplan-Meier--> law of (longest response, lengths) --+
+    engine: seconds per step, KV capacity ---------------------------------+--> seconds per round
+    coupling and draft acceptance by age ----------------------------------+    and level, ratio
+                                                                                of trained lengths
+
+A ladder is a tuple of factors, one per level below the last; () is synchronous. A level-l round
+launches eta_l * P0 of the groups that lost all races before, so it sees a slice of the law: from
+the share that earlier levels have kept to the share that it keeps itself. Its time is the integral
+of the step time over the tokens of the longest response that it needs, on the fullest replica.
+Levels recur at fixed relative rates, which give the mean time, and the age at which a draw is
+trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist, fmean, median
+
+from rollpacker.policy.group_law import GroupLaw
+
+_CASES = tuple((n + 0.5) / 8 for n in range(8))  # equally likely, of what varies between rounds
+_CAUTION = 1.0  # standard errors by which the law may be too short: luck is not to decide
+
+
+def _always(age: float) -> float:  # noqa: ARG001
+    return 1.0
+
+
+def _never(age: float) -> float:  # noqa: ARG001
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerRules:
+    """What is planned for, and its limits."""
+
+    prompts_per_step: int  # P0
+    responses_per_prompt: int  # R0
+    max_response_tokens: int  # the cap
+    max_deferral_age: int = 32  # steps
+    length_tolerance: float = 0.02  # of the trained mean length, both ways
+    min_gain: float = 0.03  # of the rollout's seconds, for a change
+    max_levels: int = 3
+    min_groups: int = 64  # seen before anything is planned
+    max_stand_in: float = 4.0  # groups for which the longest complete one may stand
+    coupling: Callable[[float], float] = _always  # of a response to itself, `age` updates later
+    acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMeasure:
+    """Measured speed of the rollout engines, together."""
+
+    replicas: int
+    base_seconds: float  # of a decode step
+    per_sequence_seconds: float  # and running response beyond the free ones
+    per_kv_token_seconds: float  # and token in the KV cache
+    kv_capacity: int  # tokens per replica
+    prompt_tokens: int
+    free_sequences: int = 0
+    other_seconds: float = 0.0  # of a step, that no ladder changes
+
+    def step_seconds(self, running: float, kv_tokens: float) -> float:
+        """One token for each of `running` responses of a replica, which fit its KV cache."""
+        return (
+            self.base_seconds
+            + self.per_sequence_seconds * max(0.0, running - self.free_sequences)
+            + self.per_kv_token_seconds * kv_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a candidate is expected to do."""
+
+    factors: tuple[float, ...]
+    rollout_seconds: float  # mean over its rounds
+    length_ratio: float  # trained mean over uncensored mean
+    max_age: float  # steps
+    tokens_per_second: float  # trained, over whole steps
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRound:
+    """The rounds of one level of a ladder."""
+
+    rate: float  # of the run's rounds
+    factor: float  # eta; 1: nobody loses
+    age: float  # steps, mean, at which it trains
+    pool: list[float]  # of what it launches: the share of each bin of the law
+    start: float  # tokens that come from drafts
+    ends: list[float]  # tokens of the longest response that it needs, equally likely cases
+
+    def seconds(self, rules: PlannerRules, engine: EngineMeasure, law: GroupLaw) -> float:
+        """Of its rollout, on average."""
+        return fmean(_round_seconds(rules, engine, law, self))
+
+
+def level_rounds(
+    rules: PlannerRules, law: GroupLaw, factors: tuple[float, ...]
+) -> list[LevelRound]:
+    """The rounds of each level, 0 first."""
+    rates = [1.0]  # rounds of each level per level-0 round
+    for level, factor in enumerate(factors):
+        launched = factors[level + 1] if level + 1 < len(factors) else 1.0
+        rates.append(rates[-1] * (factor - 1.0) / launched)
+    total = sum(rates)
+    pool = [item.mass for item in law.bins]
+    found: list[LevelRound] = []
+    age, reached, behind = 0.0, 0.0, law.size
+    for rate, factor in zip(rates, (*factors, 1.0), strict=True):
+        if found:  # in the middle between two rounds; the oldest draw is twice as old
+            age += total / rate / 2.0
+            pool = _again(rules, law, _race(pool, 1.0 / found[-1].factor)[1], age)
+            behind *= 1.0 - 1.0 / found[-1].factor
+        ends = _ends(rules, law, pool, factor, behind)
+        start = rules.acceptance(age) * reached
+        found.append(LevelRound(rate / total, factor, age, pool, start, ends))
+        reached = median(ends)
+    return found
+
+
+def forecast(
+    rules: PlannerRules, engine: EngineMeasure, law: GroupLaw, factors: tuple[float, ...]
+) -> Forecast:
+    """What a ladder of these factors is expected to do."""
+    seconds, tokens = 0.0, 0.0  # tokens of a trained group
+    rounds = level_rounds(rules, law, factors)
+    for item in rounds:
+        seconds += item.rate * item.seconds(rules, engine, law)
+        kept, _ = _race(item.pool, 1.0 / item.factor)
+        tokens += item.rate * _mean_tokens(law, kept)
+    return Forecast(
+        factors,
+        seconds,
+        tokens / law.tokens(0.0, 1.0),
+        2.0 * rounds[-1].age,
+        tokens * rules.prompts_per_step / (seconds + engine.other_seconds),
+    )
+
+
+def _race(pool: list[float], share: float) -> tuple[list[float], list[float]]:
+    """The shortest `share` of a pool, and the rest."""
+    kept, lost = [], []
+    for mass in pool:
+        won = min(mass, max(0.0, share))
+        share -= won
+        kept.append(won)
+        lost.append(mass - won)
+    return kept, lost
+
+
+def _again(rules: PlannerRules, law: GroupLaw, lost: list[float], age: float) -> list[float]:
+    """What the losers are when they are launched again: the same, or drawn afresh.
+
+    A fresh group is like the old one as far as the prompt decides, else like any group.
+    """
+    coupling = rules.coupling(age)
+    same = coupling + (1.0 - coupling) * _prompt_share(law, lost)
+    total = sum(lost)
+    return [
+        same * mass / total + (1.0 - same) * item.mass
+        for mass, item in zip(lost, law.bins, strict=True)
+    ]
+
+
+def _prompt_share(law: GroupLaw, lost: list[float]) -> float:
+    """How much of a pool's distance from the mean its prompts keep when they are drawn afresh."""
+    mean = law.tokens(0.0, 1.0)
+    distance = _mean_tokens(law, lost) - mean
+    fresh = sum(mass * item.fresh_tokens for mass, item in zip(lost, law.bins, strict=True))
+    kept = fresh / sum(lost) - mean
+    return min(1.0, max(0.0, kept / distance)) if distance > 0.0 else 0.0
+
+
+def _mean_tokens(law: GroupLaw, pool: list[float]) -> float:
+    total = sum(mass * item.tokens for mass, item in zip(pool, law.bins, strict=True))
+    return total / sum(pool)
+
+
+def _round_seconds(
+    rules: PlannerRules, engine: EngineMeasure, law: GroupLaw, level: LevelRound
+) -> list[float]:
+    """Until the groups that it keeps have their longest response, in each case."""
+    groups = level.factor * rules.prompts_per_step / engine.replicas
+    # The fullest replica ends the round; groups are spread evenly, long responses are not.
+    fullest = _expected_maximum(engine.replicas)
+    running = []
+    for point in range(len(law.grid) - 1):
+        alive, squared = 0.0, 0.0
+        for mass, item in zip(level.pool, law.bins, strict=True):
+            alive += mass * item.alive[point]
+            squared += mass * item.alive_squared[point]
+        spread = math.sqrt(groups * max(0.0, squared - alive**2))
+        running.append(groups * alive + fullest * spread)
+    return [_replica_seconds(engine, law.grid, running, level.start, end) for end in level.ends]
+
+
+def _replica_seconds(
+    engine: EngineMeasure, grid: Sequence[float], running: list[float], start: float, end: float
+) -> float:
+    """From `start` to `end` tokens, with so many responses running between points of the grid.
+
+    What does not fit the KV cache waits, and makes its tokens up when there is room. Where there is
+    none before the end, as with responses that never stop, the others end first.
+    """
+    seconds, late = 0.0, 0.0
+    for (first, last), count in zip(pairwise(grid), running, strict=True):
+        made = min(last, end) - max(first, start)
+        if made <= 0.0:
+            continue
+        tokens = engine.prompt_tokens + (min(last, end) + max(first, start)) / 2.0
+        fits = max(1.0, engine.kv_capacity / tokens)
+        fitting = min(count, fits)
+        seconds += made * engine.step_seconds(fitting, fitting * tokens)
+        if count <= fits:
+            late = 0.0  # there was room before the end
+            continue
+        waiting, waves = min(count - fits, fits), math.ceil(count / fits) - 1
+        late += made * waves * engine.step_seconds(waiting, waiting * tokens)
+    return seconds + late
+
+
+def _expected_maximum(count: int) -> float:
+    """Of so many standard normal numbers (Blom)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
+    """Longest response of the group at this share of a pool, in tokens."""
+    for mass, item in zip(pool, law.bins, strict=True):
+        share -= mass
+        if share <= 1e-12:
+            return item.key
+    return law.bins[-1].key
+
+
+def _ends(
+    rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float, behind: float
+) -> list[float]:
+    """Longest needed response of a round, in tokens, in each of the equally likely cases.
+
+    The share of the launched groups that are short varies from round to round, and is known from
+    the `behind` observed groups of the pool only; where it matters most, at the edge of those that
+    never stop, its mean says little. Without this, of many candidates the one would be chosen whose
+    edge looks luckiest.
+    """
+    launched = factor * rules.prompts_per_step
+    if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
+        shares = [1.0 + math.log(1.0 - case) / launched for case in reversed(_CASES)]
+    else:
+        kept = 1.0 / factor
+        variance = kept * (1.0 - kept)
+        spread, doubt = math.sqrt(variance / launched), math.sqrt(variance / behind)
+        shares = [kept + _CAUTION * doubt + spread * NormalDist().inv_cdf(case) for case in _CASES]
+    return [_key_at(law, pool, min(1.0, max(0.0, share))) for share in shares]
