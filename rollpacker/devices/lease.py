@@ -129,7 +129,11 @@ def release(
 
 def _own(state: Leases, grant: Grant) -> dict[str, Lease]:
     """The leases of a grant. Raises StaleLeaseError unless all are there."""
-    own = {d: lease for d, lease in state.leases.items() if lease.fence == grant.fence}
+    own = {
+        device: lease
+        for device, lease in state.leases.items()
+        if (lease.owner, lease.fence) == (grant.owner, grant.fence)
+    }
     if set(own) != set(grant.devices):
         raise StaleLeaseError(
             f"{grant.owner} with fence {grant.fence} does not hold {', '.join(grant.devices)}"

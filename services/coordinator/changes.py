@@ -100,6 +100,10 @@ def checked_update(state: RunState, later: Sequence[Change], values: Mapping[str
     if refused:
         problem = f"may not be changed while the run is under way; may: {', '.join(UPDATABLE)}"
         raise SettingsError([(name, problem) for name in refused])
+    if settings_in_force(state).tail_batching.mode == "auto":
+        planned = [name for name in names if name in _LADDER]
+        if planned:
+            raise SettingsError([(name, "is planned by the run, in mode auto") for name in planned])
     if not names:
         raise SettingsError([("settings", f"is empty; give one or more of {', '.join(UPDATABLE)}")])
     merged = merge_settings(state.settings, state.updated_settings)

@@ -208,12 +208,15 @@ class Runs:
             await self._scanned.wait()
         store = RunStore(self._redis, run_id)
         state = await self._load(run_id)
-        if state is not None and state.settings != resolved:
-            raise AlreadyExistsError(
-                "SETTINGS_DIFFER",
-                f"run {run_id} exists with other settings"
-                f" ({difference(state.settings, resolved)}); choose another run_id",
-            )
+        if state is not None:
+            # A setting that is newer than the run has its default there.
+            present = parse(state.settings).model_dump(mode="json")
+            if present != resolved:
+                raise AlreadyExistsError(
+                    "SETTINGS_DIFFER",
+                    f"run {run_id} exists with other settings"
+                    f" ({difference(present, resolved)}); choose another run_id",
+                )
         if state is not None and (state.status == "succeeded" or self.is_active(run_id)):
             return state
         if state is not None and await self._queue.position(run_id):

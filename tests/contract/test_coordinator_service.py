@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from rollpacker.rpc.errors import (
 )
 from rollpacker.store import keys
 from rollpacker.store.draft_store import DraftStore
+from rollpacker.store.records import RunState
+from rollpacker.store.run_store import RunStore
 from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.contract import fake_workers as fakes
@@ -124,8 +127,6 @@ async def test_a_crash_at_any_point_changes_no_draw_seed_or_step(
 async def test_a_crash_between_finish_step_and_commit_commits_the_same_step(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollpacker.store.run_store import RunStore
-
     values = run_settings(cluster.directory)
     expected = await undisturbed(cluster, values)
     commit, blocked = RunStore.commit, asyncio.Event()
@@ -435,6 +436,25 @@ async def test_duplicate_texts_are_two_draws(cluster: Cluster) -> None:
         await c.until_ended()
         schedule = await c.schedule()
     assert trained(schedule) == Counter(f"0:{i}" for i in range(1, 25))
+
+
+async def test_a_run_that_is_older_than_a_setting_is_not_another_run(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = RunStore.create
+
+    async def create_as_before(self: RunStore, state: RunState) -> None:
+        settings = {k: v for k, v in state.settings.items() if k != "placement"}
+        await create(self, replace(state, settings=settings))
+
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        monkeypatch.setattr(RunStore, "create", create_as_before)
+        assert "placement" not in (await c.start(values)).settings
+        assert (await c.start(values)).run_id == "r"
+        with pytest.raises(AlreadyExistsError, match=r"placement"):
+            await c.start({**values, "placement": "colocated"})
+        await c.until_ended()
 
 
 async def test_starting_again_returns_the_run_and_other_settings_are_refused(

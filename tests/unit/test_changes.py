@@ -131,6 +131,16 @@ def test_an_update_is_checked_against_those_that_wait_before_it() -> None:
     assert checked_update(state, [factors], both) == UpdateSettings(both)
 
 
+def test_the_ladder_of_mode_auto_is_not_for_people_to_change() -> None:
+    """Else a rewind would lay their half of it over another ladder."""
+    auto = {"model": "/m", "data": {"path": "/d"}, "tail_batching": {"mode": "auto"}}
+    state = RunState("r", parse_run_settings(auto).model_dump(mode="json"), 1.0)
+    with pytest.raises(SettingsError, match="speculation_factors: is planned"):
+        checked_update(state, [], {"tail_batching": {"speculation_factors": [1.5]}})
+    with pytest.raises(SettingsError, match="deferral_levels: is planned"):
+        checked_update(state, [], {"tail_batching": {"deferral_levels": 1}})
+
+
 def test_the_newest_value_holds_also_over_one_that_waits() -> None:
     none, two = ({"tail_batching": {"deferral_levels": levels}} for levels in (0, 2))
     state = settled(state_with([1, 1]), [UpdateSettings(none)])

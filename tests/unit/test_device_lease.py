@@ -95,6 +95,17 @@ def test_a_late_release_or_renewal_changes_nothing() -> None:
         renew(state, late, seconds=10, now=11)
 
 
+def test_a_grant_of_a_registry_that_was_lost_holds_nothing_in_the_new_one() -> None:
+    """Its fences begin at 1 again."""
+    _, lost = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
+    state, new = claim(Leases(), wants("rollout-1", d0=FULL), now=1)
+    assert lost.fence == new.fence
+    with pytest.raises(StaleLeaseError):
+        renew(state, lost, seconds=10, now=2)
+    with pytest.raises(StaleLeaseError):
+        release(state, lost, {"d0": FULL})
+
+
 def test_a_lease_that_lapsed_can_be_renewed_while_nobody_else_came() -> None:
     state, grant = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
     state = renew(state, grant, seconds=10, now=50)
