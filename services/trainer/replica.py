@@ -234,7 +234,7 @@ class Replica:
 
     def _save(self, directory: Path) -> Future[Any]:
         self._finish_saving()
-        run = self._ready
+        run = self._opened  # wherever its tensors are: an engine may own the device
         self._written = checkpoint.start_saving(
             directory, run.model.module, run.optimizer, self._ranks.saving
         )

@@ -213,11 +213,7 @@ class Session:
 
     async def _save_checkpoint(self, run_id: str) -> int:
         async with self._lock:  # an update that is under way holds it
-            run = self._opened(run_id)
-            await self._devices.claim(self._device_count)
-            version = await run.save()
-            await self._give_back()
-            return version
+            return await self._opened(run_id).save()
 
     async def _abandon_step(self, run_id: str, step: int) -> None:
         async with self._lock:

@@ -79,9 +79,22 @@ async def test_with_offload_devices_are_held_while_a_step_is_open_only(
         assert stuck.value.reason == "DEVICES_HELD"
         assert (await trainer.finish(0, draws_of(groups))).weight_version == 1
         assert not device.held
-        before = device.claims
+
+
+async def test_a_checkpoint_between_steps_needs_no_device(
+    model: Path, redis_client: redis.asyncio.Redis, tmp_path: Path
+) -> None:
+    """Of a run that is paused while the engines have them, too."""
+    request = open_run_request(model, trainer_settings(offload=True, checkpoint_interval=100))
+    device = OneDevice()
+    async with serving_trainer(redis_client, tmp_path, device) as trainer:
+        await trainer.open(request)
+        await trainer.train(redis_client, 0, make_groups(0))
+        device.busy = 1
         assert await trainer.save_checkpoint() == 1
-        assert (device.claims, device.held) == (before + 1, ())
+        assert (device.busy, device.held) == (1, ())
+    async with serving_trainer(redis_client, tmp_path, OneDevice()) as trainer:
+        assert (await trainer.open(request)).weight_version == 1
 
 
 async def test_without_offload_devices_are_held_from_the_first_run_on(
