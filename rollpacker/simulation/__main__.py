@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rollpacker.round_log import RoundLogError
 from rollpacker.simulation import compare as comparison
 from rollpacker.simulation.calibration import fit_engine
 from rollpacker.simulation.paper import (
@@ -25,6 +26,11 @@ from rollpacker.simulation.paper import (
     reproduce,
 )
 from rollpacker.simulation.parameters import Parameters, load_parameters
+from rollpacker.simulation.recorded_lengths import (
+    RecordedLengthsError,
+    coupling_rows,
+    read_lengths,
+)
 from rollpacker.simulation.recorded_run import replay_rows
 from rollpacker.simulation.regret import SETS, regret_rows, summary_row
 from rollpacker.simulation.search import CAPS as SEARCH_CAPS
@@ -42,7 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     parameters = load_parameters(options.parameters)
     started = time.perf_counter()
-    status: int = options.run(options, parameters)
+    try:
+        status: int = options.run(options, parameters)
+    except (RecordedLengthsError, RoundLogError) as error:
+        _say(str(error))
+        return 2
     _say(f"{time.perf_counter() - started:.1f} s")
     return status
 
@@ -68,6 +78,11 @@ def _paper(options: argparse.Namespace, parameters: Parameters) -> int:
 
 
 def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
+    if options.lengths is not None:
+        recorded = read_lengths(options.lengths)
+        for row in (*coupling_rows(recorded), *comparison.compare_recorded(parameters, recorded)):
+            _row(options, dict(row))
+        return 0
     caps: tuple[int, ...] = comparison.FULL_CAPS if options.full else comparison.DEFAULT_CAPS
     rhos: tuple[float, ...] = comparison.FULL_RHOS if options.full else comparison.DEFAULT_RHOS
     for row in comparison.compare(
@@ -151,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     compare.add_argument("--rho", type=float, action="append", help="may be repeated")
     compare.add_argument("--steps", type=int, default=48)
+    compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
     calibrate.add_argument("--evaluations", type=int, default=200)

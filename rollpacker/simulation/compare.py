@@ -8,6 +8,9 @@ within-prompt correlation and a task; a mode is a value of `TailBatchingRules`, 
 (the same again), `fresh` (the paper's own rule). `carry_over` is the share of its tokens that need
 no decoding. The oracle knows all lengths in advance: it runs the epoch in order of length, without
 carry-over, so nothing is launched twice.
+
+`compare_recorded` does the same with the lengths of a real run (`recorded_lengths`), its P0 and R0,
+and the coupling that it measured (`recorded`), on so many GPUs that each has as much to do.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from rollpacker.ladders import DEFAULT_FACTORS
 from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.simulation.engine_speed import engine_speed
 from rollpacker.simulation.parameters import MODELS, ModelFacts, Parameters
+from rollpacker.simulation.recorded_lengths import RecordedLengths, ResampledWorkload
 from rollpacker.simulation.scenario import (
     FRESH,
     FROZEN,
@@ -96,7 +100,33 @@ def compare(
     """One row per scenario and mode."""
     for cap in caps:
         for rho in rhos:
-            yield from _scenario(parameters, cap, rho, steps, task)
+            rules = WorkloadRules(cap, rho, parameters["never_stop_share"], task)
+            workload = Workload(rules, steps * SYNCHRONOUS.prompts_per_step)
+            yield from _scenario(parameters, workload, rules, steps, modes())
+
+
+def compare_recorded(parameters: Parameters, recorded: RecordedLengths) -> Iterator[dict[str, Any]]:
+    """One row per mode on the lengths of a run."""
+    prompts, responses = recorded.prompts_per_step, recorded.responses_per_prompt
+    rho = round(recorded.prompt_correlation, 3)
+    rules = WorkloadRules(recorded.cap, rho, 0.0, "recorded")
+    per_gpu = SYNCHRONOUS.prompts_per_step * SYNCHRONOUS.responses_per_prompt
+    gpus = max(1, round(model_for(recorded.cap).gpus * prompts * responses / per_gpu))
+    steps = max(1, len(recorded.rows) // prompts)
+    found = tuple(_recorded_mode(mode, recorded) for mode in modes())
+    yield from _scenario(parameters, recorded.workload(), rules, steps, found, gpus)
+
+
+def _recorded_mode(mode: Mode, recorded: RecordedLengths) -> Mode:
+    rules = dataclasses.replace(
+        mode.rules,
+        prompts_per_step=recorded.prompts_per_step,
+        responses_per_prompt=recorded.responses_per_prompt,
+    )
+    if mode.coupling != "measured" or not recorded.coupling:
+        return dataclasses.replace(mode, rules=rules)
+    drift = Drift(recorded.coupling_at, mode.drift.acceptance)
+    return dataclasses.replace(mode, rules=rules, drift=drift, coupling="recorded")
 
 
 def run_mode(
@@ -105,10 +135,11 @@ def run_mode(
     workload: Workload | RecordedWorkload,
     rules: WorkloadRules,
     steps: int,
+    gpus: int = 0,
 ) -> list[StepTrace]:
-    """All steps of a mode on a workload."""
+    """All steps of a mode on a workload; `gpus`: 0 for the paper's."""
     model = model_for(rules.cap)
-    scenario = Scenario(model, rules, mode.rules, mode.drift, steps=steps)
+    scenario = Scenario(model, rules, mode.rules, mode.drift, steps=steps, gpus=gpus)
     steering = None
     if mode.planned:
         steering = PlannedSteering(
@@ -118,19 +149,23 @@ def run_mode(
 
 
 def _scenario(
-    parameters: Parameters, cap: int, rho: float, steps: int, task: str
+    parameters: Parameters,
+    workload: Workload | ResampledWorkload,
+    rules: WorkloadRules,
+    steps: int,
+    tried: tuple[Mode, ...],
+    gpus: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    rules = WorkloadRules(cap, rho, parameters["never_stop_share"], task)
-    workload = Workload(rules, steps * SYNCHRONOUS.prompts_per_step)
-    width = SYNCHRONOUS.responses_per_prompt
+    width = tried[0].rules.responses_per_prompt
     uncensored = int(workload.first_lengths[:, :width].sum())
     base: list[StepTrace] = []
-    where = {"cap": cap, "rho": rho, "task": task}
-    for mode in modes():
-        done = run_mode(parameters, mode, workload, rules, steps)
+    where = {"cap": rules.cap, "rho": rules.prompt_correlation, "task": rules.task}
+    for mode in tried:
+        done = run_mode(parameters, mode, workload, rules, steps, gpus)
         base = base or done
         if mode.name == "paper":
-            yield where | _oracle(parameters, workload, rules, steps, base)
+            overlap = dataclasses.replace(tried[1], name="oracle")
+            yield where | _oracle(parameters, overlap, workload, rules, steps, base, gpus)
         yield where | {
             "mode": mode.name,
             "levels": max(step.level for step in done),
@@ -142,16 +177,17 @@ def _scenario(
 
 def _oracle(
     parameters: Parameters,
-    workload: Workload,
+    mode: Mode,
+    workload: Workload | ResampledWorkload,
     rules: WorkloadRules,
     steps: int,
     base: list[StepTrace],
+    gpus: int,
 ) -> dict[str, Any]:
-    lengths = workload.first_lengths[:, : OVERLAP.responses_per_prompt]
+    lengths = workload.first_lengths[:, : mode.rules.responses_per_prompt]
     order = np.argsort(lengths.max(axis=1), kind="stable")
     known = RecordedWorkload(lengths[order].tolist())
-    mode = Mode("oracle", OVERLAP, FROZEN, "frozen", "none")
-    done = run_mode(parameters, mode, known, rules, steps)
+    done = run_mode(parameters, mode, known, rules, steps, gpus)
     return {
         "mode": "oracle",
         "levels": 0,
