@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rollpacker.policy.candidates import Candidates
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
@@ -371,51 +372,34 @@ class Round:
 
     def _launch(self) -> list[Command]:
         """Fill the replicas with waiting groups, in their order."""
+        if not self._waiting:
+            return []
         commands: list[Command] = []
-        loads: dict[str, int] = {}
+        candidates = Candidates(self._replicas, self._outstanding_of, self._rules.routing)
         while self._waiting:
             group = self._groups[self._waiting[0]]
-            indices = self._to_launch(group)
-            replica_id = self._replica_for(group, loads)
-            if replica_id is None:
+            tokens = group.outstanding_tokens()
+            candidate = candidates.take(len(group.missing()), tokens)
+            if candidate is None:
                 break
             del self._waiting[0]
-            group.state, group.replica_id = GroupState.RUNNING, replica_id
+            indices = self._to_launch(group)
+            group.state, group.replica_id = GroupState.RUNNING, candidate.name
             group.launch_finished_tokens = group.launch_finished_decoded = 0
-            self._replicas[replica_id].running.add(group.draw.id)
-            self._replicas[replica_id].used += len(indices)
-            self._replicas[replica_id].turns += 1
-            loads[replica_id] += group.outstanding_tokens()
-            commands.append(LaunchGroup(group.draw.id, replica_id, indices))
+            candidate.replica.running.add(group.draw.id)
+            candidate.replica.used += len(indices)
+            candidate.replica.turns += 1
+            candidate.outstanding += tokens
+            candidates.put_back(candidate)
+            commands.append(LaunchGroup(group.draw.id, candidate.name, indices))
         return commands
 
     def _to_launch(self, group: Group) -> tuple[int, ...]:
         """The responses that run when the group does."""
         return group.missing()
 
-    def _replica_for(self, group: Group, loads: dict[str, int]) -> str | None:
-        """The replica with the fewest tokens outstanding (or `routing`), of those that have room.
-
-        An idle replica takes any group, however small its capacity. `loads` keeps the tokens
-        outstanding per replica while nothing but launches happens.
-        """
-        responses, tokens = len(group.missing()), group.outstanding_tokens()
-        found: list[tuple[int, int, str]] = []
-        for name, replica in self._replicas.items():
-            if replica.draining or (replica.running and replica.room() < responses):
-                continue
-            if name not in loads:
-                loads[name] = sum(self._groups[i].outstanding_tokens() for i in replica.running)
-            outstanding = loads[name]
-            limit = replica.kv_budget_tokens
-            if replica.running and limit and outstanding + tokens > limit:
-                continue
-            found.append((-self._queue_of(replica, outstanding), replica.room(), name))
-        return max(found)[2] if found else None
-
-    def _queue_of(self, replica: Replica, outstanding: int) -> int:
-        """By how much a replica comes later than others."""
-        return replica.turns if self._rules.routing is Routing.ROUND_ROBIN else outstanding
+    def _outstanding_of(self, replica: Replica) -> int:
+        return sum(self._groups[draw].outstanding_tokens() for draw in replica.running)
 
     def _release(self, group: Group) -> None:
         replica = self._replicas.get(group.replica_id)

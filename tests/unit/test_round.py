@@ -6,6 +6,7 @@ and carries out commands; the order in which things happen is drawn by hypothesi
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from rollpacker.policy.commands import (
     AbortGroup,
+    Command,
     EmitGroup,
     FinishRound,
     LaunchGroup,
@@ -32,6 +34,7 @@ from rollpacker.policy.events import (
     ResponseScored,
 )
 from rollpacker.policy.round import Round, UnknownDrawError
+from rollpacker.policy.round_state import Group, GroupState, Replica
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
 from rollpacker.types import Draw, DrawId, RoundKind
 
@@ -44,6 +47,7 @@ class Outcome:
     aborted: list[DrawId] = field(default_factory=list)
     finish: FinishRound | None = None
     launches: int = 0
+    launched: list[LaunchGroup] = field(default_factory=list)
     moves: int = 0
 
 
@@ -64,6 +68,7 @@ class Engine:
                     assert draw not in self.running
                     self.running[draw] = (replica_id, dict.fromkeys(indices, 0))
                     self.done.launches += 1
+                    self.done.launched.append(command)
                 case AbortGroup(draw):
                     self.done.aborted.append(draw)
                     del self.running[draw]
@@ -437,6 +442,69 @@ def test_the_longest_group_runs_first_where_the_fewest_tokens_are_outstanding() 
         LaunchGroup(DrawId(0, "d"), "two", (0,)),
         LaunchGroup(DrawId(0, "a"), "two", (0,)),
     ]
+
+
+class _PlacedByDefinition(Round):
+    """Looks at every replica for every group: what `candidates` has to come to."""
+
+    def _launch(self) -> list[Command]:
+        commands: list[Command] = []
+        while self._waiting:
+            group = self._groups[self._waiting[0]]
+            found = [
+                (-self._queue_of(replica), replica.room(), name)
+                for name, replica in self._replicas.items()
+                if self._takes(replica, group)
+            ]
+            if not found:
+                break
+            group.state, group.replica_id = GroupState.RUNNING, max(found)[2]
+            group.launch_finished_tokens = group.launch_finished_decoded = 0
+            replica = self._replicas[group.replica_id]
+            replica.running.add(self._waiting.pop(0))
+            replica.used += len(group.missing())
+            replica.turns += 1
+            commands.append(LaunchGroup(group.draw.id, group.replica_id, group.missing()))
+        return commands
+
+    def _queue_of(self, replica: Replica) -> int:
+        in_turn = self._rules.routing is Routing.ROUND_ROBIN
+        return replica.turns if in_turn else self._outstanding_of(replica)
+
+    def _takes(self, replica: Replica, group: Group) -> bool:
+        if replica.draining:
+            return False
+        limit = replica.kv_budget_tokens
+        tokens = self._outstanding_of(replica) + group.outstanding_tokens()
+        has_room = replica.room() >= len(group.missing()) and not (limit and tokens > limit)
+        return has_room or not replica.running
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    case=rounds(),
+    seed=st.integers(0, 2**32),
+    routing=st.sampled_from(Routing),
+    replicas=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_groups_are_placed_as_if_every_replica_were_looked_at(
+    case, seed, routing, replicas, data
+) -> None:
+    rules, plan, draws, lengths = case
+    rules = dataclasses.replace(rules, routing=routing)
+    tokens = st.integers(1, 12)
+    expected = {draw.id: data.draw(tokens) for draw in draws}
+    launched = []
+    for kind in (Round, _PlacedByDefinition):
+        engine = Engine(kind(rules, plan, draws, expected), lengths, random.Random(seed))
+        for place, (capacity, budget) in enumerate(replicas):
+            name = "ab"[place] if place < 2 else f"r{place}"
+            follow = place < len(replicas) - 1 and seed % 2 == 0
+            engine.tell(ReplicaJoined(0.0, name, capacity, budget, others_follow=follow))
+        engine.run(faults=4)
+        launched.append(engine.done.launched)
+    assert launched[0] == launched[1]
 
 
 def test_a_group_waits_until_its_tokens_fit_the_kv_budget_of_a_replica() -> None:
