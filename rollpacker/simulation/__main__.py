@@ -122,6 +122,7 @@ def _search(options: argparse.Namespace, parameters: Parameters) -> int:
         tuple(options.rho or SEARCH_RHOS),
         options.steps,
         tuple(options.idea or ()),
+        options.seeds,
     ):
         _row(options, row)
     return 0
@@ -169,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
-    calibrate.add_argument("--evaluations", type=int, default=200)
+    calibrate.add_argument("--evaluations", type=int, default=390)
     calibrate.add_argument(
         "--write", type=Path, nargs="?", const=_PACKAGE_FILE, help="default: parameters.json"
     )
@@ -178,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--rho", type=float, action="append", help="may be repeated")
     search.add_argument("--idea", action="append", choices=[idea.name for idea in IDEAS])
     search.add_argument("--steps", type=int, default=40)
+    search.add_argument("--seeds", type=int, default=1, help="runs of each, with other lengths")
     regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
     regret.add_argument("--steps", type=int, default=48)
     regret.add_argument("--set", choices=tuple(SETS), default="known", help="of scenarios")

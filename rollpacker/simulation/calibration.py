@@ -32,6 +32,7 @@ ENGINE_PARAMETERS = (
 )
 FIG11_TASK = "math"  # the paper does not say; code fits about as well with longer lengths
 _PROMPTS, _RESPONSES = 128, 8
+_SEARCHES = 3  # a simplex may shrink too soon
 
 
 def completion_seconds(
@@ -215,8 +216,14 @@ def engine_loss(parameters: Parameters, rounds: int) -> float:
     return total
 
 
-def fit_engine(parameters: Parameters, evaluations: int, rounds: int = 16) -> Parameters:
-    """The engine's six parameters."""
+def fit_engine(parameters: Parameters, evaluations: int, rounds: int = 32) -> Parameters:
+    """The engine's six parameters; three searches, each from where the last one ended."""
+    for _ in range(_SEARCHES):
+        parameters = _fit_once(parameters, evaluations // _SEARCHES, rounds)
+    return parameters
+
+
+def _fit_once(parameters: Parameters, evaluations: int, rounds: int) -> Parameters:
     start = [parameters[name] for name in ENGINE_PARAMETERS]
 
     def at(point: Floats) -> Parameters:
@@ -226,6 +233,6 @@ def fit_engine(parameters: Parameters, evaluations: int, rounds: int = 16) -> Pa
         return parameters.replace(named)
 
     best, _ = nelder_mead(
-        lambda point: engine_loss(at(point), rounds), [0.0] * len(start), 0.2, evaluations
+        lambda point: engine_loss(at(point), rounds), [0.0] * len(start), 0.15, evaluations
     )
     return at(best)

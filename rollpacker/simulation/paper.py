@@ -22,7 +22,7 @@ from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
 from rollpacker.simulation.calibration import CAPS, FIG11_TASK, flat
 from rollpacker.simulation.parameters import MODELS, Parameters, paper_figures
 from rollpacker.simulation.scenario import FRESH, OVERLAP, PAPER, SYNCHRONOUS, Scenario
-from rollpacker.simulation.schedule import SPREAD
+from rollpacker.simulation.schedule import AS_PUBLISHED
 from rollpacker.simulation.simulator import Simulator, StepTrace
 from rollpacker.simulation.summary import mean_rollout, mean_step, of_kind, stages
 from rollpacker.simulation.workload import MIX, WorkloadRules
@@ -95,7 +95,14 @@ class PaperRuns:
                 task,
             )
             scenario = Scenario(
-                facts, workload, rules, FRESH, steps=steps, schedule=SPREAD, **changes
+                facts,
+                workload,
+                rules,
+                FRESH,
+                steps=steps,
+                schedule=AS_PUBLISHED,
+                knows_anchors=True,
+                **changes,
             )
             self._done[key] = list(Simulator(scenario, self.parameters).steps())
         return self._done[key]

@@ -24,18 +24,21 @@ from rollpacker.simulation.scenario import Scenario
 class AdaptiveRelease:
     """`policy.scale_down` on what the run has trained so far; asks as often as its rules say."""
 
-    def __init__(self, cap: int, rules: ScaleDownRules | None = None) -> None:
-        self._rules = rules or ScaleDownRules()
+    def __init__(self, cap: int, *, by_cap: bool = False) -> None:
+        """`by_cap`: a running response is taken to need the whole cap, whatever was seen."""
+        self._rules = ScaleDownRules()
         self._cap = cap
+        self._by_cap = by_cap
         self._counts: Counter[int] = Counter()
         self._history = LengthHistory({})
         self._last_look: float | None = None
 
     def learn(self, lengths: Iterable[int]) -> None:
         """Of a finished round; also forgets the last look."""
-        self._counts.update(lengths)
-        self._history = LengthHistory(self._counts)
         self._last_look = None
+        if not self._by_cap:
+            self._counts.update(lengths)
+            self._history = LengthHistory(self._counts)
 
     def __call__(self, round_: RoundSimulation) -> tuple[str, ...]:
         share = round_.finished_responses / round_.launched_responses
@@ -78,7 +81,7 @@ def release_rule(scenario: Scenario) -> AdaptiveRelease | IdleRelease | FixedRel
         return FixedRelease(scenario.release_share)
     if scenario.schedule.releases_idle:
         return IdleRelease()
-    return AdaptiveRelease(scenario.workload.cap)
+    return AdaptiveRelease(scenario.workload.cap, by_cap=scenario.schedule.releases_by_cap)
 
 
 def _load(replica: ReplicaModel) -> ReplicaLoad:

@@ -6,7 +6,8 @@ one response after the other. None of them grows with the number of GPUs (this i
 shows: the step time grows with the batch even when the GPUs do). Without streaming, the three
 graders run one after the other (the paper's baseline); with it, each as responses arrive.
 
-Run times follow Fig. 7a; a correct program never runs into the limit.
+Run times follow Fig. 7a; a correct program never runs into the limit. A response that was cut off
+at the cap holds no program, so nothing is run for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ class Score:
 class RewardModel:
     """Serves all rounds of a run; anchors of the time limit stay over rounds."""
 
-    def __init__(self, parameters: Parameters, seed: int, *, adaptive_timeouts: bool) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        seed: int,
+        *,
+        adaptive_timeouts: bool,
+        knows_anchors: bool = False,
+    ) -> None:
+        """`knows_anchors`: each program was run in an earlier epoch, so a limit is adapted."""
+        self._knows_anchors = knows_anchors
         self._parameters = parameters
         self._rules = TimeoutRules()
         self._adaptive = adaptive_timeouts
@@ -48,8 +58,8 @@ class RewardModel:
         self._slots = [0.0] * int(parameters["sandbox_slots"])
         self.busy_seconds = 0.0  # of the judge
 
-    def score(self, at: float, prompt: int, task: str) -> Score:
-        """A response that arrives at `at`."""
+    def score(self, at: float, prompt: int, task: str, *, is_cut: bool = False) -> Score:
+        """A response that arrives at `at`; `is_cut`: at the cap."""
         correct = bool(self._random.random() < self._parameters["correct_share"])
         reward = float(correct)
         if task == "judge":
@@ -61,15 +71,18 @@ class RewardModel:
         self._dispatcher_free_at = max(self._dispatcher_free_at, at) + seconds
         if task == "math":
             return Score(self._dispatcher_free_at, reward)
+        if is_cut:
+            return Score(self._dispatcher_free_at, 0.0)
         return Score(self._sandbox(self._dispatcher_free_at, prompt, correct=correct), reward)
 
-    def score_in_turn(self, at: float, responses: Sequence[tuple[int, str]]) -> list[Score]:
-        """A whole step's (prompt, task), one grader after the other; in the order given."""
+    def score_in_turn(self, at: float, responses: Sequence[tuple[int, str, bool]]) -> list[Score]:
+        """A whole step's (prompt, task, is_cut), one grader after the other; in the order given."""
         scores: dict[int, Score] = {}
         for task in ("math", "code", "judge"):
             mine = [place for place, item in enumerate(responses) if item[1] == task]
             for place in mine:
-                scores[place] = self.score(at, *responses[place])
+                prompt, _, is_cut = responses[place]
+                scores[place] = self.score(at, prompt, task, is_cut=is_cut)
             at = max([at, *(scores[place].at for place in mine)])
         return [scores[place] for place in range(len(responses))]
 
@@ -80,9 +93,16 @@ class RewardModel:
         run_time = float(np.interp(u, _QUANTILES, self._seconds))
         if u > self._endless:
             run_time = self._rules.max_seconds
+        if self._adaptive and self._knows_anchors and prompt not in self._anchors:
+            self._anchors[prompt] = self._earlier_anchor()
         anchor = self._anchors.get(prompt) if self._adaptive else None
         seconds = min(run_time, time_limit(self._rules, anchor))
         self._anchors[prompt] = next_anchor(self._anchors.get(prompt), run_time, correct=correct)
         start = max(at, heapq.heappop(self._slots))
         heapq.heappush(self._slots, start + seconds)
         return start + seconds
+
+    def _earlier_anchor(self) -> float:
+        """The longest correct run among eight responses."""
+        shares = self._random.random(8) * _QUANTILES[-1]
+        return float(np.interp(shares, _QUANTILES, self._seconds).max())

@@ -56,6 +56,11 @@ class Launchable:
     task: str = "math"
     prompt: int = 0  # number of the prompt, for the anchors of time limits
     prompt_tokens: int = 200
+    cap: int = 0  # tokens at which a response is cut off; 0: never
+
+    def to_score(self, index: int) -> tuple[int, str, bool]:
+        """A response as the reward model takes it: (prompt, task, whether it was cut off)."""
+        return self.prompt, self.task, 0 < self.cap <= self.lengths[index]
 
 
 class GroupSink(Protocol):
@@ -409,15 +414,13 @@ class RoundSimulation:
             self._dirty.add(name)
 
     def _score(self, commands: Sequence[ScoreResponse]) -> None:
-        items = [
-            (self._launchables[c.draw].prompt, self._launchables[c.draw].task) for c in commands
-        ]
+        items = [self._launchables[command.draw].to_score(command.index) for command in commands]
         if self._reward is None:
             for command in commands:
                 self._push(self.now, ResponseScored(self.now, command.draw, command.index, 1.0))
             return
         if self.rules.streams:
-            scores = [self._reward.score(self.now, *item) for item in items]
+            scores = [self._reward.score(self.now, n, task, is_cut=cut) for n, task, cut in items]
         else:
             scores = self._reward.score_in_turn(self.now, items)
         for command, score in zip(commands, scores, strict=True):

@@ -74,6 +74,7 @@ class Scenario:
     tensor_parallel_size: int = 0  # 0: the paper's for this model
     level_sizes: tuple[int, ...] = ()  # tensor-parallel size by level; empty: one for all
     adaptive_timeouts: bool = True
+    knows_anchors: bool = False  # of the time limits, from an earlier epoch
     scales_down: bool = False  # release replicas to training during a round
     release_share: float = 0.0  # release then, whatever the KV need; 0: the live rule
     fetches_once: bool = False  # released replicas train what is there at the release, no more

@@ -43,6 +43,7 @@ class Schedule:
     spreads_groups: bool = False  # the responses of a group go to different replicas, in turn
     rebalances: bool = False  # an idle replica takes a group over (`policy.rebalance`)
     releases: int = 1  # of replicas to training, at most so many per round
+    releases_by_cap: bool = False  # when the others could hold what runs at the cap
     releases_idle: bool = False  # only replicas that run nothing, as they become idle
     bubble_acceptance: Callable[[int], float] | None = None  # see `bubbles`; by age in steps
     make_round: RoundMaker = Round
@@ -50,6 +51,7 @@ class Schedule:
 
 PLAIN = Schedule()
 SPREAD = Schedule(spreads_groups=True)
+AS_PUBLISHED = Schedule(spreads_groups=True, releases_by_cap=True)  # our reading of the paper
 
 
 def deferred_tokens(launched: Launched) -> float:

@@ -96,34 +96,43 @@ def search_rows(
     rhos: tuple[float, ...] = RHOS,
     steps: int = 40,
     names: tuple[str, ...] = (),
+    seeds: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """One row per cap, correlation, base and idea (all, or the named ones beside `base`)."""
+    """One row per cap, correlation, base and idea (all, or the named ones beside `base`).
+
+    `seeds`: so many runs of each, with other lengths, count together: a few rounds say little.
+    """
     ideas = [idea for idea in IDEAS if not names or idea.name in ("base", *names)]
     for cap in caps:
         for rho in rhos:
             rules = WorkloadRules(cap, rho, parameters["never_stop_share"], MIX)
             for base, (policy, drift) in BASES.items():
                 scenario = Scenario(model_for(cap), rules, policy, drift, steps=steps)
-                workload = Workload(rules, steps * policy.prompts_per_step)
                 where = {"cap": cap, "rho": rho, "base": base}
                 found = [i for i in ideas if policy.keeps_seeds or not i.needs_seeds]
-                yield from _compared(parameters, where, scenario, workload, found)
+                yield from _compared(parameters, where, scenario, found, seeds)
 
 
 def _compared(
     parameters: Parameters,
     where: dict[str, Any],
     scenario: Scenario,
-    workload: Workload,
     ideas: list[Idea],
+    seeds: int,
 ) -> Iterator[dict[str, Any]]:
+    count = scenario.steps * scenario.rules.prompts_per_step
+    workloads = [
+        Workload(dataclasses.replace(scenario.workload, seed=seed), count) for seed in range(seeds)
+    ]
     base: list[StepTrace] = []
     for idea in ideas:
         changed = idea.change(scenario)
-        done = list(Simulator(changed, parameters, workload).steps())
-        base = base or done
         width = changed.rules.responses_per_prompt
-        uncensored = int(workload.first_lengths[:, :width].sum())
+        done: list[StepTrace] = []
+        for workload in workloads:
+            done += Simulator(changed, parameters, workload).steps()
+        base = base or done
+        uncensored = sum(int(workload.first_lengths[:, :width].sum()) for workload in workloads)
         yield where | {"idea": idea.name, **_measures(done, base, uncensored)}
 
 

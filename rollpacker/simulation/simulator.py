@@ -92,6 +92,7 @@ class Simulator:
                 parameters,
                 scenario.workload.seed,
                 adaptive_timeouts=scenario.adaptive_timeouts,
+                knows_anchors=scenario.knows_anchors,
             )
             if scenario.scores
             else None
@@ -258,6 +259,7 @@ class Simulator:
             self.workload.task(number),
             number,
             int(self.parameters["prompt_tokens"]),
+            self.scenario.workload.cap,
         )
 
     def _fill_bubbles(self, step: int, round_: RoundTrace, replicas: list[ReplicaModel]) -> int:

@@ -69,10 +69,10 @@ def test_lengths_can_grow_over_the_draws() -> None:
 
 
 def test_rewards_in_turn_take_longer_than_rewards_side_by_side() -> None:
-    items = [(n, task) for n in range(50) for task in ("math", "code", "judge")]
+    items = [(n, task, False) for n in range(50) for task in ("math", "code", "judge")]
     in_turn = RewardModel(PARAMETERS, 0, adaptive_timeouts=False).score_in_turn(0.0, items)
     model = RewardModel(PARAMETERS, 0, adaptive_timeouts=False)
-    together = [model.score(0.0, *item) for item in items]
+    together = [model.score(0.0, n, task) for n, task, _ in items]
     assert max(s.at for s in in_turn) > max(s.at for s in together)
 
 
@@ -84,6 +84,23 @@ def test_the_adaptive_limit_cuts_programs_that_never_end() -> None:
 
     assert last(False) > 29.0
     assert last(True) < 4.0
+
+
+def test_anchors_of_an_earlier_epoch_adapt_the_first_limit() -> None:
+    def longest(knows_anchors: bool) -> float:
+        model = RewardModel(PARAMETERS, 0, adaptive_timeouts=True, knows_anchors=knows_anchors)
+        return max(model.score(100.0 * n, n, "code").at - 100.0 * n for n in range(100))
+
+    assert longest(False) > 29.0
+    assert longest(True) < 5.0
+
+
+def test_nothing_is_run_for_a_response_that_was_cut_off() -> None:
+    model = RewardModel(PARAMETERS, 0, adaptive_timeouts=False)
+    scores = [model.score(100.0 * n, n, "code", is_cut=True) for n in range(50)]
+    seconds = PARAMETERS["code_seconds"]
+    assert [score.at - 100.0 * n for n, score in enumerate(scores)] == pytest.approx([seconds] * 50)
+    assert {score.reward for score in scores} == {0.0}
 
 
 def test_work_on_released_gpus_is_work_that_is_not_left_for_the_end() -> None:
