@@ -246,7 +246,8 @@ def _worker_cells(worker: pb.Worker) -> tuple[str, ...]:
 def _device_cells(lease: pb.DeviceLease) -> tuple[str, ...]:
     left = wire.timestamp_from_proto(lease.expire_time) - time.time()
     free = f"{lease.free_bytes / 2**30:.1f}"
-    return (lease.device, lease.worker_id, str(lease.fence), f"{left:.0f}", free)
+    worker = f"{lease.worker_id} (guest)" if lease.is_guest else lease.worker_id
+    return (lease.device, worker, str(lease.fence), f"{left:.0f}", free)
 
 
 def _when(timestamp: Timestamp) -> str:

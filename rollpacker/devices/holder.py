@@ -94,10 +94,19 @@ class LeasedDevices:
     """Devices that the coordinator lends; create it inside the event loop that uses it."""
 
     def __init__(
-        self, coordinator_address: str, worker_id: str, meter: Meter, share: float, *, bound: bool
+        self,
+        coordinator_address: str,
+        worker_id: str,
+        meter: Meter,
+        share: float,
+        *,
+        bound: bool,
+        guest_bytes: int = 0,
     ) -> None:
         """`share` of a device's memory must be free at a claim and at a release. `bound`: the
-        process itself computes there, not a child that it may start on others."""
+        process itself computes there, not a child that it may start on others. `guest_bytes`: all
+        that it uses of a device, beside whoever holds it; 0: it is the holder."""
+        self._guest_bytes = guest_bytes
         self._worker_id = worker_id
         self._meter = meter
         self._share = share
@@ -170,11 +179,13 @@ class LeasedDevices:
 
     async def _claim(self, count: int) -> None:
         memory = await self._measured(self._bound_to)
+        share = min((round(self._share * m.total) for m in memory.values()), default=0)
         request = pb.ClaimDevicesRequest(
             worker_id=self._worker_id,
             count=count,
-            needed_bytes=min((round(self._share * m.total) for m in memory.values()), default=0),
+            needed_bytes=self._guest_bytes or share,
             memory=_messages(memory),
+            as_guest=self._guest_bytes > 0,
         )
         answer = await call(lambda: self._stub.ClaimDevices(request, timeout=_DEADLINE_SECONDS))
         devices = tuple(answer.grant.devices)
@@ -221,7 +232,9 @@ class LeasedDevices:
             raise MeterError(f"{error} cannot be measured") from error
 
 
-def worker_devices(settings: DeviceWorkerSettings, meter: Meter | None, *, bound: bool) -> Devices:
+def worker_devices(
+    settings: DeviceWorkerSettings, meter: Meter | None, *, bound: bool, guest_bytes: int = 0
+) -> Devices:
     """The devices of a worker; see LeasedDevices. Without a meter it claims none."""
     if meter is None:
         return NoDevices()
@@ -231,6 +244,7 @@ def worker_devices(settings: DeviceWorkerSettings, meter: Meter | None, *, bound
         meter,
         settings.device_share,
         bound=bound,
+        guest_bytes=guest_bytes,
     )
 
 

@@ -15,8 +15,13 @@ lapsed or not, by a side that needs that memory.
 A device is named by its UUID, which no other device in the world has: so nobody needs to agree on
 the names of hosts, and containers that number their GPUs differently cannot mix them up.
 
-What never happens: a device with two owners; a fence that is given twice; a change by a fence that
-is not the device's. An owner that claims again (it was restarted) loses its old fence.
+A *guest* shares a device with whoever holds it: it is let in where the memory that it names is
+free, one guest at a time. Its leaving needs no measure, as the holder's use may have grown. Nobody
+becomes the holder while a guest is there.
+
+What never happens: a device with two owners, or two guests; a fence that is given twice; a change
+by a fence that is not the device's. An owner that claims again (it was restarted) loses its old
+fence.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ class Leases:
 
     fence: int = 0  # the last that was given
     leases: Mapping[str, Lease] = field(default_factory=dict)  # by device; free ones are left out
+    guests: Mapping[str, Lease] = field(default_factory=dict)  # by device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,7 @@ class Claim:
     needed_bytes: int  # on each
     free_bytes: Mapping[str, int]  # measured just now, of each that would do, in driver's order
     seconds: float  # for how long, unless renewed
+    as_guest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +87,17 @@ def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
 
     Raises DevicesBusyError.
     """
-    kept = {d: lease for d, lease in state.leases.items() if lease.owner != request.owner}
+    table = state.guests if request.as_guest else state.leases
+    in_the_way = {} if request.as_guest else state.guests
+    kept = {d: lease for d, lease in table.items() if lease.owner != request.owner}
     reasons = {
         device: why
         for device, free in request.free_bytes.items()
-        if (why := _why_not(kept.get(device), request.needed_bytes, free, now))
+        if (why := _why_not(kept.get(device), in_the_way.get(device), request, free, now))
     }
     fit = sorted(  # stable: else as the driver orders them
         (device for device in request.free_bytes if device not in reasons),
-        key=lambda device: (device in kept, device not in state.leases),
+        key=lambda device: (device in kept, device not in table),
     )
     if len(fit) < request.count:
         said = "; ".join(f"{d}: {why}" for d, why in sorted(reasons.items()))
@@ -99,13 +108,19 @@ def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
     fence, devices = state.fence + 1, tuple(fit[: request.count])
     expires = now + request.seconds
     given = {d: Lease(request.owner, fence, expires, request.free_bytes[d]) for d in devices}
-    return Leases(fence, kept | given), Grant(request.owner, fence, devices)
+    grant = Grant(request.owner, fence, devices)
+    if request.as_guest:
+        return Leases(fence, state.leases, kept | given), grant
+    guests = {device: lease for device, lease in state.guests.items() if device not in devices}
+    return Leases(fence, kept | given, guests), grant
 
 
 def renew(state: Leases, grant: Grant, seconds: float, now: float) -> Leases:
     """Hold on, also after the time was over if nobody else came. Raises StaleLeaseError."""
-    own = _own(state, grant)
+    own, are_guests = _own(state, grant)
     renewed = {device: replace(lease, expires=now + seconds) for device, lease in own.items()}
+    if are_guests:
+        return replace(state, guests={**state.guests, **renewed})
     return replace(state, leases={**state.leases, **renewed})
 
 
@@ -115,9 +130,11 @@ def release(
     """Give all devices back, once as much is free on each as when it was given; the owner may stay
     there with `kept_bytes`. Raises StaleLeaseError, MemoryNotFreedError.
     """
+    own, are_guests = _own(state, grant)
+    if are_guests:
+        return replace(state, guests={d: g for d, g in state.guests.items() if d not in own})
     missing = {
-        device: lease.free_bytes - kept_bytes - free_bytes[device]
-        for device, lease in _own(state, grant).items()
+        device: lease.free_bytes - kept_bytes - free_bytes[device] for device, lease in own.items()
     }
     over = {device: size for device, size in missing.items() if size > 0}
     if over:
@@ -127,26 +144,29 @@ def release(
     return replace(state, leases=left)
 
 
-def _own(state: Leases, grant: Grant) -> dict[str, Lease]:
-    """The leases of a grant. Raises StaleLeaseError unless all are there."""
-    own = {
-        device: lease
-        for device, lease in state.leases.items()
-        if (lease.owner, lease.fence) == (grant.owner, grant.fence)
-    }
+def _own(state: Leases, grant: Grant) -> tuple[dict[str, Lease], bool]:
+    """The leases of a grant, and whether they are a guest's. Raises StaleLeaseError unless all are
+    there."""
+    who = (grant.owner, grant.fence)
+    guests = {d: each for d, each in state.guests.items() if (each.owner, each.fence) == who}
+    leases = {d: each for d, each in state.leases.items() if (each.owner, each.fence) == who}
+    own = leases | guests
     if set(own) != set(grant.devices):
         raise StaleLeaseError(
             f"{grant.owner} with fence {grant.fence} does not hold {', '.join(grant.devices)}"
             " any more"
         )
-    return own
+    return own, bool(guests)
 
 
-def _why_not(lease: Lease | None, needed: int, free: int, now: float) -> str:
-    """Why a device cannot be given; empty when it can."""
-    if lease is not None and now < lease.expires:
-        return f"held by {lease.owner}, fence {lease.fence}, for {lease.expires - now:.1f} s"
-    if free < needed:
+def _why_not(
+    lease: Lease | None, guest: Lease | None, request: Claim, free: int, now: float
+) -> str:
+    """Why a device cannot be given; empty when it can. `guest`: only where one is in the way."""
+    for who, words in ((lease, "held by"), (guest, "shared by the guest")):
+        if who is not None and now < who.expires:
+            return f"{words} {who.owner}, fence {who.fence}, for {who.expires - now:.1f} s"
+    if free < request.needed_bytes:
         last = f", last held by {lease.owner}" if lease else ""
-        return f"{free} bytes free of {needed} needed{last}"
+        return f"{free} bytes free of {request.needed_bytes} needed{last}"
     return ""

@@ -14,7 +14,6 @@ from rollpacker.settings import WorkerSettings
 class DeviceWorkerSettings(WorkerSettings):
     """A worker that claims GPUs from the coordinator. Workers on a CPU claim none."""
 
-    device: str = "cpu"
     device_leases: bool = Field(
         True, description="with device cuda: claim GPUs from the coordinator; off: all that it sees"
     )
@@ -34,10 +33,10 @@ class DeviceWorkerSettings(WorkerSettings):
         None, description="for tests: a directory of fake GPUs (a memory meter), claimed on a CPU"
     )
 
-    def meter(self) -> Meter | None:
-        """Measures the GPUs that are to be claimed; None: nothing is claimed."""
+    def meter_for(self, device: str) -> Meter | None:
+        """Measures the GPUs that are to be claimed for `device`; None: nothing is claimed."""
         if self.fake_devices is not None:
             return FakeMeter(self.fake_devices, self.devices)
-        if self.device_leases and self.device == "cuda":
+        if self.device_leases and device == "cuda":
             return NvidiaMeter(self.devices)
         return None

@@ -30,10 +30,16 @@ class DeviceLeases:
         self.seconds = seconds
 
     async def claim(
-        self, owner: str, count: int, needed_bytes: int, free_bytes: Mapping[str, int]
+        self,
+        owner: str,
+        count: int,
+        needed_bytes: int,
+        free_bytes: Mapping[str, int],
+        *,
+        as_guest: bool = False,
     ) -> Grant:
         """Raises DevicesBusyError."""
-        request = Claim(owner, count, needed_bytes, free_bytes, self.seconds)
+        request = Claim(owner, count, needed_bytes, free_bytes, self.seconds, as_guest)
         return await self._change(lambda state, now: lease.claim(state, request, now))
 
     async def renew(self, grant: Grant) -> None:
@@ -70,5 +76,8 @@ def _from_json(data: Any) -> Leases:
     if data is None:
         return Leases()
     values = json.loads(data)
-    leases = {device: Lease(**item) for device, item in values["leases"].items()}
-    return Leases(values["fence"], leases)
+    leases, guests = (
+        {device: Lease(**item) for device, item in values.get(name, {}).items()}
+        for name in ("leases", "guests")
+    )
+    return Leases(values["fence"], leases, guests)

@@ -1588,12 +1588,18 @@ class ClaimDevicesRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    AS_GUEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Who asks; see HeartbeatRequest."""
     count: _builtins.int
     """How many."""
     needed_bytes: _builtins.int
     """What must be free on each."""
+    as_guest: _builtins.bool
+    """Beside whoever holds the devices: needed_bytes are all that the worker will use there. A device
+    has one guest at most, nobody else becomes its holder meanwhile, and a guest gives it back
+    whatever is free then.
+    """
     @_builtins.property
     def memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceMemory]:
         """Those that would do, measured just now, in the driver's order."""
@@ -1605,10 +1611,11 @@ class ClaimDevicesRequest(_message.Message):
         count: _builtins.int = ...,
         needed_bytes: _builtins.int = ...,
         memory: _abc.Iterable[Global___DeviceMemory] | None = ...,
+        as_guest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "memory", b"memory", "needed_bytes", b"needed_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_guest", b"as_guest", "count", b"count", "memory", b"memory", "needed_bytes", b"needed_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1769,7 +1776,7 @@ class ListDevicesResponse(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceLease]:
-        """By device; free ones are not known."""
+        """By device, guests last; free ones are not known."""
 
     def __init__(
         self,
@@ -1795,6 +1802,7 @@ class DeviceLease(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
+    IS_GUEST_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Its UUID."""
     worker_id: _builtins.str
@@ -1803,6 +1811,8 @@ class DeviceLease(_message.Message):
     """Of the grant."""
     free_bytes: _builtins.int
     """What was free when it was given."""
+    is_guest: _builtins.bool
+    """The worker is a guest: another may hold the device too."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the lease ends or ended; after that another worker may claim the device."""
@@ -1815,10 +1825,11 @@ class DeviceLease(_message.Message):
         fence: _builtins.int = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         free_bytes: _builtins.int = ...,
+        is_guest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "expire_time", b"expire_time", "fence", b"fence", "free_bytes", b"free_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "expire_time", b"expire_time", "fence", b"fence", "free_bytes", b"free_bytes", "is_guest", b"is_guest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,7 +54,13 @@ class DeviceServicer(pb_grpc.CoordinatorServiceServicer):
         free = _free_bytes(request.memory)
         try:
             grant = await _reached(
-                self._devices.claim(request.worker_id, request.count, request.needed_bytes, free)
+                self._devices.claim(
+                    request.worker_id,
+                    request.count,
+                    request.needed_bytes,
+                    free,
+                    as_guest=request.as_guest,
+                )
             )
         except DevicesBusyError as error:
             raise ResourceExhaustedError(
@@ -94,7 +100,7 @@ class DeviceServicer(pb_grpc.CoordinatorServiceServicer):
     async def ListDevices(
         self, _request: pb.ListDevicesRequest, _context: _Context
     ) -> pb.ListDevicesResponse:
-        leases = (await _reached(self._devices.load())).leases
+        state = await _reached(self._devices.load())
         return pb.ListDevicesResponse(
             leases=[
                 pb.DeviceLease(
@@ -103,8 +109,10 @@ class DeviceServicer(pb_grpc.CoordinatorServiceServicer):
                     fence=lease.fence,
                     expire_time=wire.timestamp_to_proto(lease.expires),
                     free_bytes=lease.free_bytes,
+                    is_guest=table is state.guests,
                 )
-                for device, lease in sorted(leases.items())
+                for table in (state.leases, state.guests)
+                for device, lease in sorted(table.items())
             ]
         )
 

@@ -49,7 +49,7 @@ def _worker_readings(workers: WorkerRegistry) -> Iterator[Reading]:
 
 def device_readings(leases: Leases) -> Iterator[Reading]:
     """Who holds which GPU; nothing where no GPU is held."""
-    for device, lease in sorted(leases.leases.items()):
+    for device, lease in [*sorted(leases.leases.items()), *sorted(leases.guests.items())]:
         labels = {"device": device, "worker": lease.owner}
         yield Reading("rollpacker_device_held", "1 while the worker's lease lasts", 1, labels)
 

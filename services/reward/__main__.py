@@ -10,6 +10,7 @@ import uvloop
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from rollpacker.devices.holder import Devices, worker_devices
 from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
 from rollpacker.observability.tracing import set_up_tracing
@@ -31,7 +32,11 @@ from services.reward.worker_pool import WorkerPool
 async def run(settings: RewardServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT; leaves no process behind."""
     async with AsyncExitStack() as stack:
-        judge = await _judge(settings, stack)
+        devices = worker_devices(
+            settings, settings.meter(), bound=False, guest_bytes=settings.judge_guest_bytes
+        )
+        stack.push_async_callback(devices.leave)
+        judge = await _judge(settings, stack, devices)
         graders = dict(settings.graders)
         graders[GraderKind.JUDGE] = {**graders[GraderKind.JUDGE], **judge}
         pool = WorkerPool(
@@ -60,18 +65,23 @@ async def run(settings: RewardServiceSettings) -> None:
             settings.metrics_address,
             partial(reward_readings, pool, scheduler, verdicts),
         )
-        background = [heartbeat, metrics]
-        await serve(server, address_file=settings.address_file, background=background)
+        await serve(
+            server,
+            address_file=settings.address_file,
+            background=[heartbeat, metrics, devices.keep],
+        )
 
 
-async def _judge(settings: RewardServiceSettings, stack: AsyncExitStack) -> dict[str, str]:
+async def _judge(
+    settings: RewardServiceSettings, stack: AsyncExitStack, devices: Devices
+) -> dict[str, str]:
     """Start the judge that is a child of this service, if it is one; what its grader must know."""
     child = settings.judge_process
     if child is None:
         return {}
     if missing := child.missing():
         return {"unavailable": missing}
-    judge = await stack.enter_async_context(JudgeProcess(child))
+    judge = await stack.enter_async_context(JudgeProcess(child, devices))
     return {"url": judge.url, "api_key": judge.token}
 
 

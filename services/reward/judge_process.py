@@ -5,6 +5,10 @@ the service and outlives the child: what is asked while a child starts waits in 
 and is answered or comes to its own time limit. What was in work when a child died ends with a
 closed connection, which `graders/judge.py` takes for trouble and tries again. Callers must show a
 token that is made anew with each service, so no other user of this host can ask the judge.
+
+With a claimed device a child lives only while there is work: the first request has the device
+claimed and the child started; idle it ends, its memory freed for certain, and the device is given
+back.
 """
 
 from __future__ import annotations
@@ -19,14 +23,16 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rollpacker.devices.holder import Devices, NoDevices
 from rollpacker.local_stack import child
 from rollpacker.local_stack.restart_policy import RestartLimits, RestartPolicy
+from rollpacker.rpc.errors import UnavailableError
 from rollpacker.tasks import end_tasks
 from services.reward.worker_process import KEPT_ENVIRONMENT
 
@@ -52,6 +58,7 @@ class JudgeModelSettings:
     idle_seconds: float = 5.0  # without a request until the device's memory is given back
     timeout_seconds: float = 120.0  # after which a caller has given up
     threads: int = 1
+    ends_idle: bool = False  # after idle_seconds, with a GPU that others wait for
 
     def missing(self) -> str:
         """Why there can be no such judge here, and the fix; empty when there can."""
@@ -69,8 +76,10 @@ class JudgeModelSettings:
 class JudgeProcess:
     """Use it as an async context manager; afterwards no process is left."""
 
-    def __init__(self, settings: JudgeModelSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: JudgeModelSettings, devices: Devices | None = None) -> None:
+        """`devices`: where the child's one is claimed; None, NoDevices: it has what it has."""
+        self._devices = None if isinstance(devices, NoDevices) else devices
+        self._settings = replace(settings, ends_idle=self._devices is not None)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -106,11 +115,44 @@ class JudgeProcess:
     async def _keep_alive(self) -> None:
         policy = RestartPolicy(_FOR_EVER)
         while True:
+            await self._claim()
             self._process = await self._start()
             code = await self._process.wait()
+            await self._release()
+            if code == 0 and self._settings.ends_idle:
+                continue
             delay = policy.died(time.monotonic()) or 0.0
             _log.error("the judge ended with %d; it starts again in %.1f s", code, delay)
             await asyncio.sleep(delay)
+
+    async def _claim(self) -> None:
+        """Where the device is claimed: wait until somebody asks, then until it is given."""
+        while self._devices is not None:
+            await self._asked()
+            try:
+                await self._devices.claim(1)
+            except UnavailableError as error:
+                _log.warning("the judge waits: %s", error)
+            else:
+                return
+
+    async def _release(self) -> None:
+        while self._devices is not None:
+            try:
+                await self._devices.release()
+            except UnavailableError as error:
+                _log.warning("the judge's device: %s", error)
+            else:
+                return
+
+    async def _asked(self) -> None:
+        """Wait until a connection waits in the socket's line."""
+        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._listener.fileno(), asked.set)
+        try:
+            await asked.wait()
+        finally:
+            loop.remove_reader(self._listener.fileno())
 
     async def _start(self) -> asyncio.subprocess.Process:
         listener = self._listener.fileno()

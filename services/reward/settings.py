@@ -8,8 +8,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from rollpacker.devices.memory import Meter
+from rollpacker.devices.settings import DeviceWorkerSettings
 from rollpacker.policy.timeouts import TimeoutRules
-from rollpacker.settings import WorkerSettings
 from rollpacker.types import GraderKind
 from services.reward.graders.code import CodeSettings
 from services.reward.judge_process import JudgeModelSettings
@@ -24,7 +25,7 @@ def default_slots() -> int:
     return os.cpu_count() or 1
 
 
-class RewardServiceSettings(WorkerSettings):
+class RewardServiceSettings(DeviceWorkerSettings):
     """See the fields."""
 
     model_config = SettingsConfigDict(env_prefix="ROLLPACKER_REWARD_")
@@ -66,7 +67,11 @@ class RewardServiceSettings(WorkerSettings):
     judge_model: str = Field(
         "default", description="model that the endpoint serves; transformers: its directory"
     )
-    judge_device: str = Field("cpu", description="transformers: cpu, cuda, cuda:1, ...")
+    judge_device: str = Field(
+        "cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="transformers: cpu; cuda: a GPU that it claims; cuda:N: that one, unasked",
+    )
     judge_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="transformers: of the weights; auto: as they are saved"
     )
@@ -74,13 +79,17 @@ class RewardServiceSettings(WorkerSettings):
         0.0,
         ge=0,
         description="transformers: device memory that the judge may hold, the rest of its layers"
-        " being streamed from the host; 0: what is free when a batch begins",
+        " being streamed from the host, beside whoever holds the GPU; 0: what is free when a batch"
+        " begins, of a GPU that it holds itself",
     )
     judge_batch: int = Field(
         16, ge=1, le=1024, description="transformers: responses judged together"
     )
     judge_idle_seconds: float = Field(
-        5.0, gt=0, description="transformers: without work until device memory is given back"
+        5.0,
+        gt=0,
+        description="transformers: without work until device memory is given back, and with it"
+        " a GPU that was claimed",
     )
     judge_threads: int = Field(1, ge=1, description="transformers: threads on a CPU")
     judge_api_key: str = Field("", repr=False, description="sent to judge_url as a bearer token")
@@ -140,6 +149,15 @@ class RewardServiceSettings(WorkerSettings):
             },
             GraderKind.CUSTOM: {"directory": self.custom_directory, "urls": self.custom_urls},
         }
+
+    def meter(self) -> Meter | None:
+        """Of the GPUs that the judge claims."""
+        return None if self.judge_backend == "endpoint" else self.meter_for(self.judge_device)
+
+    @property
+    def judge_guest_bytes(self) -> int:
+        """All that the judge holds of a GPU, beside its holder; 0: it is the holder."""
+        return int(self.judge_memory_gib * (1 << 30))
 
     @property
     def judge_process(self) -> JudgeModelSettings | None:

@@ -66,8 +66,8 @@ class RolloutServiceSettings(DeviceWorkerSettings):
     )
 
     def meter(self) -> Meter | None:
-        """An attached server has its GPUs already."""
-        return None if self.sglang_url else super().meter()
+        """Of the GPUs that it claims; an attached server has its own already."""
+        return None if self.sglang_url else self.meter_for(self.device)
 
     @model_validator(mode="after")
     def _fits_engine(self) -> Self:

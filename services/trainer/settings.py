@@ -52,8 +52,8 @@ class TrainerServiceSettings(DeviceWorkerSettings):
     )
 
     def meter(self) -> Meter | None:
-        """See DeviceWorkerSettings. Raises ValueError for ranks on several hosts."""
-        meter = super().meter()
+        """Of the GPUs that it claims. Raises ValueError for ranks on several hosts."""
+        meter = self.meter_for(self.device)
         ranks = os.environ.get("WORLD_SIZE", "1")
         here = os.environ.get("LOCAL_WORLD_SIZE", ranks)
         if meter is not None and here != ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -121,6 +122,33 @@ def test_a_restarted_owner_gets_its_device_at_once_and_its_old_self_is_stale() -
         release(state, old, {"d1": FULL})
 
 
+def as_guest(owner: str, needed: int = 10, **free: int) -> Claim:
+    return replace(wants(owner, needed=needed, **free), as_guest=True)
+
+
+def test_a_guest_shares_a_device_where_there_is_room_and_is_alone_of_its_kind() -> None:
+    state, holder = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
+    with pytest.raises(DevicesBusyError, match="9 bytes free of 10 needed"):
+        claim(state, as_guest("reward-0", d0=9), now=1)
+    state, guest = claim(state, as_guest("reward-0", d0=10), now=1)
+    with pytest.raises(DevicesBusyError, match="held by reward-0"):
+        claim(state, as_guest("reward-1", d0=10), now=2)
+    state = renew(renew(state, holder, 10, now=5), guest, 10, now=5)
+    state = release(state, guest, {"d0": 0})  # the holder has grown meanwhile
+    assert (state.guests, state.leases.keys()) == ({}, {"d0"})
+    with pytest.raises(StaleLeaseError):
+        renew(state, guest, 10, now=6)
+
+
+def test_nobody_becomes_the_holder_beside_a_guest_unless_it_has_lapsed() -> None:
+    state, guest = claim(Leases(), as_guest("reward-0", d0=FULL), now=0)
+    with pytest.raises(DevicesBusyError, match="d0: shared by the guest reward-0, fence 1"):
+        claim(state, wants("trainer-0", d0=FULL), now=9)
+    state, _ = claim(state, wants("trainer-0", d0=FULL), now=10)
+    with pytest.raises(StaleLeaseError):
+        renew(state, guest, 10, now=11)
+
+
 class Host(RuleBasedStateMachine):
     """Owners, with a model of the devices' memory: what each grant says, and what is used."""
 
@@ -135,18 +163,22 @@ class Host(RuleBasedStateMachine):
         return {device: FULL - used for device, used in self.used.items()}
 
     @rule(owner=st.sampled_from("abc"), count=st.integers(1, 3), needed=st.integers(1, FULL),
-          seconds=st.integers(1, 10))  # fmt: skip
-    def claims(self, owner: str, count: int, needed: int, seconds: int) -> None:
+          seconds=st.integers(1, 10), guest=st.booleans())  # fmt: skip
+    def claims(self, owner: str, count: int, needed: int, seconds: int, guest: bool) -> None:
+        owner = owner.upper() if guest else owner
         free, before = self.free(), self.state
+        request = Claim(owner, count, needed, free, seconds, guest)
         try:
-            self.state, grant = claim(before, Claim(owner, count, needed, free, seconds), self.now)
+            self.state, grant = claim(before, request, self.now)
         except DevicesBusyError:
             return
         assert len(grant.devices) == count
         for device in grant.devices:
             assert free[device] >= needed
-            held = before.leases.get(device)
+            held = (before.guests if guest else before.leases).get(device)
             assert held is None or held.owner == owner or held.expires <= self.now
+            shared = before.guests.get(device)
+            assert guest or shared is None or shared.expires <= self.now
             self.used[device] += needed
         self.grants.append((grant, needed))
         self.fences.append(grant.fence)
@@ -165,8 +197,11 @@ class Host(RuleBasedStateMachine):
             self.state = release(before, grant, self.free())
         except (StaleLeaseError, MemoryNotFreedError):
             return
-        assert all(before.leases[device].fence == grant.fence for device in grant.devices)
-        assert not self.state.leases.keys() & set(grant.devices)
+        table, left = before.leases, self.state.leases
+        if grant.owner.isupper():
+            table, left = before.guests, self.state.guests
+        assert all(table[device].fence == grant.fence for device in grant.devices)
+        assert not left.keys() & set(grant.devices)
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
@@ -176,7 +211,8 @@ class Host(RuleBasedStateMachine):
             self.state = renew(self.state, grant, 5, self.now)
         except StaleLeaseError:
             return
-        assert all(self.state.leases[d].expires == self.now + 5 for d in grant.devices)
+        table = self.state.guests if grant.owner.isupper() else self.state.leases
+        assert all(table[d].expires == self.now + 5 for d in grant.devices)
 
     @rule(seconds=st.integers(1, 12))
     def time_passes(self, seconds: int) -> None:

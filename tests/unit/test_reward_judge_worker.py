@@ -200,3 +200,48 @@ async def test_a_killed_judge_starts_again_and_what_is_asked_meanwhile_is_answer
     assert last
     with pytest.raises(ProcessLookupError):
         os.kill(last, 0)
+
+
+class OneDevice:
+    """A device that nobody else wants; notes what is asked of it."""
+
+    held: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.given_back = asyncio.Event()
+
+    async def claim(self, count: int) -> tuple[str, ...]:
+        self.calls.append(f"claim {count}")
+        self.given_back.clear()
+        return ("gpu",)
+
+    async def release(self) -> int:
+        self.calls.append("release")
+        self.given_back.set()
+        return 0
+
+    async def keep(self) -> None:
+        """Nothing to renew."""
+
+    async def leave(self) -> None:
+        """Nothing to give back."""
+
+
+async def test_a_judge_claims_its_device_when_it_is_asked_and_gives_it_back_when_idle(
+    tmp_path: Path,
+) -> None:
+    task = GradingTask(GraderKind.JUDGE, "an answer", json.dumps({"rubric": "Is it short?"}))
+    device = OneDevice()
+    settings = replace(save_decided_judge(tmp_path), idle_seconds=0.5)
+    async with JudgeProcess(settings, device) as judge:
+        grader = JudgeGrader()
+        grader.load({"url": judge.url, "api_key": judge.token, "timeout_seconds": 250})
+        assert (judge.pid, device.calls) == (None, [])
+        for turn in (1, 2):
+            assert (await asyncio.to_thread(grader.grade, task)).reward == SCORE
+            await device.given_back.wait()
+            assert device.calls == ["claim 1", "release"] * turn
+            assert judge.pid
+            with pytest.raises(ProcessLookupError):
+                os.kill(judge.pid, 0)

@@ -66,12 +66,18 @@ def _messages(values: Any) -> list[dict[str, str]]:
 
 
 def main(listener: int, settings_json: str) -> None:
-    """Load the model, then answer for ever."""
+    """Load the model, then answer; see Batches for how long."""
     set_up_logging("judge", "INFO")
     settings = JudgeModelSettings(**json.loads(settings_json))
     torch.set_num_threads(settings.threads)
     model = JudgeModel(settings)
-    batches = Batches(model, settings.batch, settings.timeout_seconds, settings.idle_seconds)
+    batches = Batches(
+        model,
+        settings.batch,
+        settings.timeout_seconds,
+        settings.idle_seconds,
+        ends_idle=settings.ends_idle,
+    )
     server = JsonServer(
         socket.socket(fileno=listener),
         os.environ[TOKEN_VARIABLE],

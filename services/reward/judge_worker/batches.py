@@ -30,11 +30,19 @@ class _Waiting:
 
 
 class Batches:
-    """`run` never ends; any number of threads may `ask` meanwhile."""
+    """Any number of threads may `ask` while one is in `run`."""
 
     def __init__(
-        self, model: JudgeModel, most_sequences: int, patience_seconds: float, idle_seconds: float
+        self,
+        model: JudgeModel,
+        most_sequences: int,
+        patience_seconds: float,
+        idle_seconds: float,
+        *,
+        ends_idle: bool = False,
     ) -> None:
+        """`ends_idle`: `run` returns when nothing has come for `idle_seconds`."""
+        self._ends_idle = ends_idle
         self._model, self._most = model, most_sequences
         self._patience_seconds, self._idle_seconds = patience_seconds, idle_seconds
         self._line: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
@@ -46,12 +54,15 @@ class Batches:
         return waiting.reply.result()
 
     def run(self) -> None:
-        """Answer for ever. What is a bug ends it, and with it the process, which comes back."""
+        """Answer, for ever unless it ends idle. What is a bug ends it, and with it the process,
+        which comes back."""
         is_released = False
         while True:
             try:
                 first = self._line.get(timeout=None if is_released else self._idle_seconds)
             except queue.Empty:
+                if self._ends_idle:
+                    return
                 self._model.release()
                 is_released = True
                 continue
