@@ -21,7 +21,6 @@ from rollpacker.devices.memory import Memory, Meter, MeterError
 from rollpacker.devices.settings import DeviceWorkerSettings
 from rollpacker.rpc.client import call, open_channel
 from rollpacker.rpc.errors import FailedPreconditionError, ServiceError, UnavailableError
-from rollpacker.rpc.waiting import told_while_waiting
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc
 
@@ -126,7 +125,7 @@ class LeasedDevices:
 
     async def claim(self, count: int) -> tuple[str, ...]:
         """See Devices."""
-        async with self._changing, told_while_waiting(f"{count} devices"):
+        async with self._changing:
             end = time.monotonic() + _PATIENCE_SECONDS
             while len(self.held) != count:
                 try:

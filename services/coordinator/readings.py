@@ -25,8 +25,9 @@ async def coordinator_readings(runs: Runs, workers: WorkerRegistry) -> list[Read
             "rollpacker_coordinator_leads", "1 while it holds the lease", float(runs.holds_lease)
         ),
         *_worker_readings(workers),
-        *device_readings(await runs.devices.load()),
     ]
+    if runs.holds_lease:
+        readings += device_readings(await runs.devices.load())
     run_id, progress = runs.active_run_id, runs.progress
     if run_id:
         state = await runs.get(run_id)

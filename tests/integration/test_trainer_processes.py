@@ -29,6 +29,7 @@ from rollpacker.store.sample_stream import SampleStream
 from rollpacker.v1 import trainer_service_pb2_grpc
 from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from services.coordinator.device_server import DeviceServicer
+from tests.integration import processes
 from tests.trainer_support import (
     RUN,
     ServedTrainer,
@@ -124,9 +125,13 @@ async def trainer_process(
             stub = trainer_service_pb2_grpc.TrainerServiceStub(channel)
             yield TrainerProcess(stub, process=process)
     finally:
+        ranks = [pid for pid, _ in processes.descendants(process.pid)]  # torchrun's, in sessions
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
