@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,6 +145,7 @@ def test_without_an_endpoint_the_judge_is_unavailable_and_names_the_knob() -> No
         ('<think>VERDICT: {"score": 1}', None),
         ('VERDICT: {"score": 1.01}', None),
         ('VERDICT: {"score": -1}', None),
+        (f'VERDICT: {{"score": {10**400}}}', None),
         ('VERDICT: {"score": NaN}', None),
         ('VERDICT: {"score": true}', None),
         ('VERDICT: {"score": "1"}', None),
@@ -173,7 +175,13 @@ def test_a_response_cannot_close_its_own_delimiter() -> None:
 
 @pytest.mark.parametrize(
     ("reference", "what"),
-    [({}, "rubric: None"), ({"rubric": "r", "range": [1, 1]}, "range"), ({"answer": 1}, "answer")],
+    [
+        ({}, "rubric: None"),
+        ({"answer": 1}, "answer"),
+        ({"rubric": "r", "range": [1, 1]}, "range"),
+        ({"rubric": "r", "range": [0, 10**400]}, "range"),
+        ({"rubric": "r", "range": [math.nan, 1]}, "range"),
+    ],
 )
 def test_an_unusable_reference_names_the_key(reference: Any, what: str) -> None:
     with pytest.raises(BadReferenceError, match=what):

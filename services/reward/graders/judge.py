@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from services.reward.graders.grader import (
 )
 from services.reward.graders.http_client import post_json
 
+_MOST_BOUND = sys.float_info.max
 _KEYS = ("rubric", "reference", "range")
 _VERDICT = re.compile(r"[*_`\s]*VERDICT:[*_`\s]*(\{.*\})[*_`\s]*")
 _MOST_REPLY_BYTES = 1 << 22
@@ -216,6 +217,7 @@ def declared_range(value: Any) -> tuple[float, float]:
     """[low, high] of a reference. Raises BadReferenceError."""
     if isinstance(value, list) and len(value) == 2:
         low, high = value
-        if all(type(each) in (int, float) and math.isfinite(each) for each in value) and low < high:
+        numbers = all(type(each) in (int, float) for each in value)
+        if numbers and -_MOST_BOUND <= low < high <= _MOST_BOUND:
             return float(low), float(high)
     raise BadReferenceError(f"range: {value!r} is not [low, high] with low < high")
