@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.reward.graders.normal_form import closing_index, normalise
-from services.reward.graders.numbers import Number, is_grouped, parse_number
+from services.reward.graders.numbers import Number, is_grouped, parse_number, unit_name
 
 MAX_ANSWER_CHARACTERS = 1000
 _MAX_DEPTH = 6
@@ -62,6 +62,7 @@ class Expression:
     """Any other mathematics, as normalised text."""
 
     text: str
+    unit: str = ""  # as that of a Number
 
 
 Answer = Number | Collection | Union | Matrix | Relation | Words | Expression
@@ -92,6 +93,9 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _SYMBOLIC_WORDS = frozenset(
     "sin cos tan log ln exp sqrt pi inf infinity oo".split()  # noqa: SIM905
 )
+_TEXT_UNIT = re.compile(
+    r"\\(?:text|mathrm)\s*\{(?P<unit>[A-Za-z ]+)\}\s*(?P<power>\^\s*\{?\s*[23]\s*\}?)?[\s.$]*$"
+)
 _SPACES = re.compile(r"\s+")
 _MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
 _CLOSING = {"(": ")]", "[": ")]", "{": "}"}
@@ -104,13 +108,23 @@ def readings(text: str) -> tuple[Answer, ...]:
     """
     if len(text) > MAX_ANSWER_CHARACTERS:
         return (_words(text),)
-    text = normalise(text)
+    whole, text = text, normalise(text)
     if not text:
         return ()
     first = _parse(text, 0)
+    if isinstance(first, Expression):
+        return (_without_unit(whole, first),)
     if isinstance(first, Number) and is_grouped(text):
         return first, _collection("", list(_split(text, _OR)), "", 0)
     return (first,)
+
+
+def _without_unit(text: str, expression: Expression) -> Expression:
+    """`12\\pi\\text{ cm}` is 12 pi, in cm. Without `\\text` m would be a variable."""
+    found = _TEXT_UNIT.search(text)
+    unit = unit_name(f"{found['unit'].strip()}{found['power'] or ''}") if found else None
+    rest = normalise(text[: found.start()]) if found and unit else ""
+    return Expression(rest, unit) if rest and unit else expression
 
 
 def _parse(text: str, depth: int) -> Answer:

@@ -75,8 +75,8 @@ class Comparison:
                 return same_number(reference, answer, self.tolerance)
             case (Collection(), Collection()):
                 return self._same_collection(reference, answer)
-            case (Union(), Union()):
-                return self._same_unordered(reference.parts, answer.parts)
+            case (Union() | Collection("") as left, Union() | Collection("") as right):
+                return self._same_unordered(_parts(left), _parts(right))
             case (Matrix(), Matrix()):
                 return self._same_matrix(reference, answer)
             case (Relation(), Relation()):
@@ -87,10 +87,10 @@ class Comparison:
                 return self.same_parts(reference, right)
             case ((Number() | Expression()), (Number() | Expression())):
                 return self._same_value(reference, answer)
-            case (Words(), Expression()) if len(reference.text) == 1:
-                return self.same(Expression(reference.text), answer)
-            case (Expression(), Words()) if len(answer.text) == 1:
-                return self.same(reference, Expression(answer.text))
+            case (Words() as letter, Expression()) if len(letter.text) == 1:
+                return self._same_value(Expression(letter.text), answer)
+            case (Expression(), Words() as letter) if len(letter.text) == 1:
+                return self._same_value(reference, Expression(letter.text))
             case (Collection("{" | "", (only,)), _):
                 return self.same(only, answer)
             case (_, Collection("{" | "", (only,))):
@@ -104,6 +104,8 @@ class Comparison:
         return any(self.same(left, right) for left in lefts for right in rights)
 
     def _same_value(self, reference: Number | Expression, answer: Number | Expression) -> bool:
+        if reference.unit and answer.unit and reference.unit != answer.unit:
+            return False
         if _squeezed(reference) == _squeezed(answer) != "":
             return True
         return self.algebra.same_value(_text(reference), _text(answer), self.tolerance)
@@ -145,6 +147,11 @@ class Comparison:
                 return False
             rest.remove(partner)
         return True
+
+
+def _parts(union: Union | Collection) -> tuple[Answer, ...]:
+    """The parts of a union; `x < 1 or x > 2` lists them."""
+    return union.parts if isinstance(union, Union) else union.items
 
 
 def _names_a_value(side: str) -> bool:

@@ -38,7 +38,7 @@ _SYNONYMS = tuple(
         (r"\\gt(?![A-Za-z])", ">"),
         (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", " degrees "),
         (r"\\%", "%"),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"_\{(\d+|[A-Za-z])\}(?!\d)", r"_\1"),

@@ -1,9 +1,9 @@
 """Exact rational numbers as people write them; pure text rules, bounded in size.
 
-Read are integers, decimals, thousands separators (a comma or a space), percentages, fractions
-(`71/6`, `\\frac{1}{2}`, `\\frac12`), mixed numbers (`11 5/6`), scientific notation and small powers
-(`2^{10}`), each with an optional currency or unit. A decimal is exactly the fraction that its
-digits say.
+Read are integers, decimals (repeating ones too: `0.\\overline{3}`), thousands separators (a comma
+or a space), percentages, fractions (`71/6`, `\\frac{1}{2}`, `\\frac12`), mixed numbers (`11 5/6`),
+scientific notation and small powers (`2^{10}`), each with an optional currency or unit. A decimal
+is exactly the fraction that its digits say.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _SCIENTIFIC = re.compile(
     rf"{_SIGN}(?P<decimal>{_DECIMAL})"
     r"\s*(?:[eE]|(?:\\times|\\cdot|\*)\s*10\s*\^)\s*\{?\s*(?P<exponent>[-+]?\d{1,4})\s*\}?"
 )
+_REPEATING = re.compile(
+    rf"{_SIGN}(?P<whole>\d*)\.(?P<once>\d*)\\(?:overline|bar)\s*\{{(?P<again>\d+)\}}"
+)
 _POWER = re.compile(rf"{_SIGN}(?P<base>\d{{1,12}})\s*\^\s*\{{?\s*(?P<exponent>\d{{1,4}})\s*\}}?")
 _UNIT = re.compile(r"(?P<number>.*[\d.}])\s*(?P<unit>%|[A-Za-z]+(?: [A-Za-z]+)?(?:\^\{?[23]\}?)?)")
 _NAMES = {
@@ -42,6 +45,9 @@ _UNITS = frozenset(_NAMES.values()) | frozenset(
     "degrees mm cm dm m km mg g kg s min h day week month year in feet mile yard ml l dollar cent"  # noqa: SIM905
     " euro pound unit mph rad radian hz j kj w kw n v".split()
 )
+
+
+_AREA_OR_VOLUME = re.compile(r"(?P<kind>sq|square|cubic) (?P<unit>[a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ def parse_number(text: str) -> Number | None:
     if value is not None:
         return Number(value)
     match = _UNIT.fullmatch(text)
-    unit = _unit_name(match["unit"]) if match else None
+    unit = unit_name(match["unit"]) if match else None
     value = _value(match["number"]) if match and unit else None
     return Number(value, unit) if value is not None and unit else None
 
@@ -99,6 +105,8 @@ def _value(text: str) -> Fraction | None:
     if match := _MIXED.fullmatch(text):
         part = _ratio(match)
         return _optional(match, None if part is None else int(match["whole"]) + part)
+    if match := _REPEATING.fullmatch(text):
+        return _signed(match, _repeating(match["whole"], match["once"], match["again"]))
     if match := _SCIENTIFIC.fullmatch(text):
         exponent = int(match["exponent"])
         if abs(exponent) > _MAX_EXPONENT:
@@ -128,15 +136,28 @@ def _ratio(match: re.Match[str]) -> Fraction | None:
     return _decimal(top) / below if below else None
 
 
+def _repeating(whole: str, once: str, again: str) -> Fraction:
+    """whole.once(again)(again)..."""
+    before, all_digits = int(f"0{whole}{once}"), int(f"{whole}{once}{again}")
+    return Fraction(all_digits - before, 10 ** len(once) * (10 ** len(again) - 1))
+
+
 def _decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", "").replace(" ", "").removesuffix("."))
 
 
-def _unit_name(text: str) -> str | None:
+def unit_name(text: str) -> str | None:
     """The one name of a known unit, singular; None for any other word."""
-    base, _, power = text.lower().partition("^")
+    text = _AREA_OR_VOLUME.sub(_as_power, text.lower())
+    base, _, power = text.partition("^")
     for word in (base, base.removesuffix("s")):
         name = _NAMES.get(word, word)
         if name in _UNITS:
             return f"{name}^{power.strip('{}')}" if power else name
     return None
+
+
+def _as_power(match: re.Match[str]) -> str:
+    """`square cm` is cm^2."""
+    singular = match["unit"].removesuffix("s") if match["unit"] != "s" else "s"
+    return f"{singular}^{3 if match['kind'] == 'cubic' else 2}"
