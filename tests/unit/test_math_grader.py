@@ -103,6 +103,7 @@ def test_plain_answers_need_no_worker(case_id: str) -> None:
         ("\\emptyset", "\\varnothing"),
         ("(-\\infty,-3)\\cup(3,\\infty)", "x<-3 \\text{ or } x>3"),
         ("12\\pi", "12\\pi\\text{ cm}^2"),
+        ("12\\pi\\text{ cm}^2", "12\\pi \\mathrm{cm} ^ { 2 }"),
         ("12\\text{ cm}^2", "12 square cm"),
         ("\\frac{1}{6}", "0.1\\overline{6}"),
         ("\\emptyset", "\\{ \\}"),

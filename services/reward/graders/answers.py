@@ -94,7 +94,7 @@ _SYMBOLIC_WORDS = frozenset(
     "sin cos tan log ln exp sqrt pi inf infinity oo".split()  # noqa: SIM905
 )
 _TEXT_UNIT = re.compile(
-    r"\\(?:text|mathrm)\s*\{(?P<unit>[A-Za-z ]+)\}\s*(?P<power>\^\s*\{?\s*[23]\s*\}?)?[\s.$]*$"
+    r"\\(?:text|mathrm)\s*\{(?P<unit>[A-Za-z ]+)\}\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?[\s.$]*$"
 )
 _SPACES = re.compile(r"\s+")
 _MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
@@ -122,7 +122,8 @@ def readings(text: str) -> tuple[Answer, ...]:
 def _without_unit(text: str, expression: Expression) -> Expression:
     """`12\\pi\\text{ cm}` is 12 pi, in cm. Without `\\text` m would be a variable."""
     found = _TEXT_UNIT.search(text)
-    unit = unit_name(f"{found['unit'].strip()}{found['power'] or ''}") if found else None
+    power = f"^{found['power']}" if found and found["power"] else ""
+    unit = unit_name(found["unit"].strip() + power) if found else None
     rest = normalise(text[: found.start()]) if found and unit else ""
     return Expression(rest, unit) if rest and unit else expression
 

@@ -52,9 +52,8 @@ def post_json(
         connection.request("POST", path, json.dumps(body).encode(), headers)
         reply = connection.getresponse()
         answer = Reply(reply.status, reply.read(most_bytes + 1))
-        if (
-            reply.length or len(answer.body) > most_bytes
-        ):  # a body that is cut may still be JSON: 0.5 of 0.55
+        # What is cut may still be JSON: 0.5 of 0.55.
+        if reply.length or len(answer.body) > most_bytes:
             raise OSError(f"the body is cut short, or over {most_bytes} bytes")
     except (OSError, http.client.HTTPException) as error:
         if late.is_set():
