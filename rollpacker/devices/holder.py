@@ -1,12 +1,15 @@
 """A worker's devices: claimed before it uses them, renewed meanwhile, given back afterwards.
 
     none --claim: the coordinator grants--> held --release: memory is measured to be free--> none
-                                             |
-                                             +--renewal refused: lost; the process must end
+      |                                      |
+      |                                      +--renewal refused: lost; the process must end
+      +--bound to devices that another keeps, while others are free: lost too
 
 Losing a lease means that another worker has the devices, and only the end of this process frees its
 memory for certain; so `keep` raises, the service ends, and started again it claims anew. A process
 that has computed on a device stays bound to it: from its first grant on it claims the same ones.
+Should a worker that was started anew have taken one of them meanwhile, a new process is bound to
+nothing and can have one that is free.
 """
 
 from __future__ import annotations
@@ -112,6 +115,8 @@ class LeasedDevices:
         self._bound_to: tuple[str, ...] | None = None
         self._is_bound = bound
         self._grant: pb.DeviceGrant | None = None
+        self._refused_since: float | None = None  # monotonic, of a claim that is not granted yet
+        self._lost = ""  # why this process cannot have its devices again
         self._lease_seconds = 0.0
         self._changing = asyncio.Lock()
         self._renew_now = asyncio.Event()
@@ -132,6 +137,7 @@ class LeasedDevices:
                     await self._claim(count)
                 except (ServiceError, MeterError) as error:
                     if time.monotonic() >= end:
+                        await self._look_elsewhere(count)
                         raise UnavailableError(
                             "DEVICES_BUSY", f"no devices for {self._worker_id}: {error}"
                         ) from error
@@ -164,6 +170,8 @@ class LeasedDevices:
             except TimeoutError:
                 pass
             self._renew_now.clear()
+            if self._lost:
+                raise DeviceLeaseLostError(self._lost)
             if grant is not None and grant is self._grant:
                 await self._renew(grant)
 
@@ -175,6 +183,28 @@ class LeasedDevices:
         except (TimeoutError, UnavailableError) as error:
             _log.warning("devices are not given back, their lease will end: %s", error)
         await self._channel.close()
+
+    async def _look_elsewhere(self, count: int) -> None:
+        """End this process if it waits in vain for the devices that it is bound to, and others are
+        free: after two leases, in which a dead holder's would have ended."""
+        now = time.monotonic()
+        self._refused_since = self._refused_since or now
+        if self._bound_to is None or now - self._refused_since < 2 * self._lease_seconds:
+            return
+        try:
+            memory = await self._measured(None)
+            request = pb.ListDevicesRequest()
+            answer = await call(lambda: self._stub.ListDevices(request, timeout=_DEADLINE_SECONDS))
+        except (ServiceError, MeterError):
+            return
+        held = {lease.device for lease in answer.leases if not lease.is_guest}
+        free = [d for d, m in memory.items() if d not in held and m.free >= self._share * m.total]
+        if len(free) >= count:
+            self._lost = (
+                f"{', '.join(self._bound_to)}, where this process is bound to, is kept by another,"
+                f" and {', '.join(free)} is free: it has to start anew"
+            )
+            self._renew_now.set()
 
     async def _claim(self, count: int) -> None:
         memory = await self._measured(self._bound_to)
@@ -191,7 +221,7 @@ class LeasedDevices:
         if self._is_bound:
             self._bound_to = devices
         self._meter.keep_to(devices)
-        self._grant = answer.grant
+        self._grant, self._refused_since = answer.grant, None
         self._lease_seconds = answer.lease_duration.ToNanoseconds() / 1e9
         self._renew_now.set()
         _log.info("holding %s, fence %d", ", ".join(devices), answer.grant.fence)

@@ -178,3 +178,29 @@ async def test_a_worker_that_has_lost_its_lease_ends(server: Coordinator, gpus: 
         async with asyncio.timeout(60):
             await lost.keep()
     await heir.leave()
+
+
+async def test_a_process_whose_device_is_another_s_now_ends_while_others_are_free(
+    server: Coordinator, gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps, a worker beside it is started anew and takes its device: the next process of it
+    is bound to nothing."""
+    monkeypatch.setattr(holder, "_PATIENCE_SECONDS", 0.0)
+    server.runs.devices.seconds = 0.2
+    bound = worker(server, gpus, "rollout-0", bound=True)
+    await bound.claim(1)
+    await bound.release()
+    server.runs.devices.seconds = 600.0
+    taker = worker(server, gpus, "rollout-1")
+    assert await taker.claim(1) == ("fake-0",)
+    keeping = asyncio.create_task(bound.keep())
+    async with asyncio.timeout(60):
+        while not keeping.done():
+            with pytest.raises(UnavailableError):
+                await bound.claim(1)
+    with pytest.raises(DeviceLeaseLostError, match="fake-1 is free: it has to start anew"):
+        await keeping
+    anew = worker(server, gpus, "rollout-0", bound=True)
+    assert await anew.claim(1) == ("fake-1",)
+    for each in (taker, anew):
+        await each.leave()
