@@ -88,7 +88,13 @@ def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
     Raises DevicesBusyError.
     """
     table = state.guests if request.as_guest else state.leases
-    in_the_way = {} if request.as_guest else state.guests
+    # A guest came when the owner was there: one that claims its own again does not mind it.
+    own = {d for d, lease in state.leases.items() if lease.owner == request.owner}
+    in_the_way = {
+        device: guest
+        for device, guest in state.guests.items()
+        if device not in own and not request.as_guest
+    }
     kept = {d: lease for d, lease in table.items() if lease.owner != request.owner}
     reasons = {
         device: why
@@ -111,7 +117,8 @@ def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
     grant = Grant(request.owner, fence, devices)
     if request.as_guest:
         return Leases(fence, state.leases, kept | given), grant
-    guests = {device: lease for device, lease in state.guests.items() if device not in devices}
+    gone = in_the_way.keys() & devices
+    guests = {device: guest for device, guest in state.guests.items() if device not in gone}
     return Leases(fence, kept | given, guests), grant
 
 

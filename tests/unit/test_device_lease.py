@@ -140,6 +140,13 @@ def test_a_guest_shares_a_device_where_there_is_room_and_is_alone_of_its_kind() 
         renew(state, guest, 10, now=6)
 
 
+def test_a_holder_that_was_restarted_gets_its_device_back_beside_a_guest() -> None:
+    state, _ = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
+    state, guest = claim(state, as_guest("reward-0", d0=20), now=1)
+    state, _ = claim(state, wants("rollout-0", d0=80), now=2)
+    assert renew(state, guest, 10, now=3).guests["d0"].owner == "reward-0"
+
+
 def test_nobody_becomes_the_holder_beside_a_guest_unless_it_has_lapsed() -> None:
     state, guest = claim(Leases(), as_guest("reward-0", d0=FULL), now=0)
     with pytest.raises(DevicesBusyError, match="d0: shared by the guest reward-0, fence 1"):
@@ -177,8 +184,9 @@ class Host(RuleBasedStateMachine):
             assert free[device] >= needed
             held = (before.guests if guest else before.leases).get(device)
             assert held is None or held.owner == owner or held.expires <= self.now
-            shared = before.guests.get(device)
-            assert guest or shared is None or shared.expires <= self.now
+            shared, back = before.guests.get(device), before.leases.get(device)
+            is_own = back is not None and back.owner == owner
+            assert guest or is_own or shared is None or shared.expires <= self.now
             self.used[device] += needed
         self.grants.append((grant, needed))
         self.fences.append(grant.fence)
