@@ -100,6 +100,11 @@ class TailBatchingSettings(Section):
                 f"max_tensor_parallel_size: {largest} is below tensor_parallel_size"
                 f" {self.tensor_parallel_size}; raise it, or leave it out"
             )
+        if self.scale_down_rule != "half" and not self.scale_down:
+            raise ValueError(
+                f"scale_down_rule: {self.scale_down_rule} without scale_down, which is off; set"
+                " scale_down: true, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
