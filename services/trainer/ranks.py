@@ -28,11 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from rollpacker.devices.memory import Meter
 from services.trainer.work_queues import WorkQueues
 
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _BUCKET_ELEMENTS = 1 << 25  # of one all-reduce over the replicas: 128 MiB in float32
 
 
@@ -58,6 +60,7 @@ class Ranks:
         self._meter = meter
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._has_device = meter is None
+        self._timeout = timedelta(seconds=timeout_seconds)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.shard_size = shard_size or self.world_size
@@ -78,12 +81,13 @@ class Ranks:
         self.queues: WorkQueues | None = None
         self.saving: dist.ProcessGroup | None = None  # of the threads that write checkpoints
         if self.world_size > 1:
-            self._join(device_type, timedelta(seconds=timeout_seconds))
+            self._join(device_type, self._timeout)
             if self._has_device:
                 self._make_mesh()
 
     def _join(self, device_type: str, timeout: timedelta) -> None:
-        backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+        # NCCL asks CUDA for its devices, which then stay what they are: not before the claim.
+        backend = _BACKENDS[device_type] if self._has_device else "gloo"
         dist.init_process_group(backend, timeout=timeout)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = dist.new_group(backend="gloo", timeout=timeout)
@@ -98,7 +102,13 @@ class Ranks:
 
     def _make_mesh(self) -> None:
         shape = (self.replica_count, self.shard_size)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        names = ("replicate", "shard")
+        own_groups: Any = dict.fromkeys(names, _BACKENDS[self.device.type]) if self._meter else None
+        mesh = init_device_mesh(
+            self.device.type, shape, mesh_dim_names=names, backend_override=own_groups
+        )
+        for name in names:  # else groups of the mesh have torch's own
+            _set_pg_timeout(self._timeout, mesh.get_group(name))
         if self.shard_size > 1:
             self.mesh = mesh["shard"]
         if self.replica_count > 1:
@@ -122,6 +132,8 @@ class Ranks:
         self._meter.keep_to(devices if on_gpu else devices[self._local_rank :][:1])
         self._has_device = True
         self.enter_thread()
+        if on_gpu:
+            _check_device(self.device, devices[self._local_rank])
         if self.world_size > 1:
             self._make_mesh()
 
@@ -189,3 +201,14 @@ class Ranks:
         if self._control is not None:
             dist.destroy_process_group()
             self._control = None
+
+
+def _check_device(device: torch.device, uuid: str) -> None:
+    """That what CUDA calls by this index is the device that was claimed."""
+    found = str(torch.cuda.get_device_properties(device).uuid)
+    if found.removeprefix("GPU-") != uuid.removeprefix("GPU-"):
+        raise RuntimeError(
+            f"{device} is GPU-{found}, not the claimed {uuid}: something asked CUDA for its devices"
+            " before they were claimed; set ROLLPACKER_TRAINER_DEVICE_LEASES=false, and"
+            " CUDA_VISIBLE_DEVICES by hand"
+        )
