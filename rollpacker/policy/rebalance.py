@@ -22,7 +22,9 @@ def group_to_move(
     replicas: Mapping[str, Replica], groups: Mapping[DrawId, Group]
 ) -> tuple[DrawId, str] | None:
     """The group that should leave its replica for an idle one, and that replica; None: no such."""
-    donors = [name for name, replica in replicas.items() if len(replica.running) > 1]
+    donors = [
+        n for n, replica in replicas.items() if len(replica.running) > 1 and not replica.draining
+    ]
     if not donors:
         return None
     donor = max(donors, key=lambda name: (replicas[name].used, name))
