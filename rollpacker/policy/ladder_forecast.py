@@ -24,7 +24,6 @@ from statistics import NormalDist, fmean, median
 from rollpacker.policy.group_law import GroupLaw
 
 _CASES = tuple((n + 0.5) / 8 for n in range(8))  # equally likely, of what varies between rounds
-_CAUTION = 1.0  # standard errors by which the law may be too short: luck is not to decide
 
 
 def _always(age: float) -> float:  # noqa: ARG001
@@ -102,9 +101,9 @@ class LevelRound:
 
 
 def level_rounds(
-    rules: PlannerRules, law: GroupLaw, factors: tuple[float, ...]
+    rules: PlannerRules, law: GroupLaw, factors: tuple[float, ...], caution: float = 0.0
 ) -> list[LevelRound]:
-    """The rounds of each level, 0 first."""
+    """The rounds of each level, 0 first; `caution` as in `forecast`."""
     rates = [1.0]  # rounds of each level per level-0 round
     for level, factor in enumerate(factors):
         launched = factors[level + 1] if level + 1 < len(factors) else 1.0
@@ -118,7 +117,7 @@ def level_rounds(
             age += total / rate / 2.0
             pool = _again(rules, law, _race(pool, 1.0 / found[-1].factor)[1], age)
             behind *= 1.0 - 1.0 / found[-1].factor
-        ends = _ends(rules, law, pool, factor, behind)
+        ends = _ends(rules, law, pool, factor, caution / math.sqrt(behind))
         start = rules.acceptance(age) * reached
         found.append(LevelRound(rate / total, factor, age, pool, start, ends))
         reached = median(ends)
@@ -126,11 +125,18 @@ def level_rounds(
 
 
 def forecast(
-    rules: PlannerRules, engine: EngineMeasure, law: GroupLaw, factors: tuple[float, ...]
+    rules: PlannerRules,
+    engine: EngineMeasure,
+    law: GroupLaw,
+    factors: tuple[float, ...],
+    caution: float = 0.0,
 ) -> Forecast:
-    """What a ladder of these factors is expected to do."""
+    """What a ladder of these factors is expected to do.
+
+    `caution`: standard errors by which each level has more long groups than were observed.
+    """
     seconds, tokens = 0.0, 0.0  # tokens of a trained group
-    rounds = level_rounds(rules, law, factors)
+    rounds = level_rounds(rules, law, factors, caution)
     for item in rounds:
         seconds += item.rate * item.seconds(rules, engine, law)
         kept, _ = _race(item.pool, 1.0 / item.factor)
@@ -190,15 +196,20 @@ def _round_seconds(
     groups = level.factor * rules.prompts_per_step / engine.replicas
     # The fullest replica ends the round; groups are spread evenly, long responses are not.
     fullest = _expected_maximum(engine.replicas)
+    launched = [(m, item) for m, item in zip(level.pool, law.bins, strict=True) if m > 0.0]
     running = []
     for point in range(len(law.grid) - 1):
         alive, squared = 0.0, 0.0
-        for mass, item in zip(level.pool, law.bins, strict=True):
+        for mass, item in launched:
             alive += mass * item.alive[point]
             squared += mass * item.alive_squared[point]
         spread = math.sqrt(groups * max(0.0, squared - alive**2))
         running.append(groups * alive + fullest * spread)
-    return [_replica_seconds(engine, law.grid, running, level.start, end) for end in level.ends]
+    seconds = {
+        end: _replica_seconds(engine, law.grid, running, level.start, end)
+        for end in set(level.ends)
+    }
+    return [seconds[end] for end in level.ends]
 
 
 def _replica_seconds(
@@ -241,21 +252,22 @@ def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
 
 
 def _ends(
-    rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float, behind: float
+    rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float, doubt: float
 ) -> list[float]:
     """Longest needed response of a round, in tokens, in each of the equally likely cases.
 
     The share of the launched groups that are short varies from round to round, and is known from
-    the `behind` observed groups of the pool only; where it matters most, at the edge of those that
-    never stop, its mean says little. Without this, of many candidates the one would be chosen whose
-    edge looks luckiest.
+    the observed groups only, as well as `doubt` says (in standard deviations of one group). Where
+    it matters most, at the edge of those that never stop, its mean says little.
     """
     launched = factor * rules.prompts_per_step
     if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
         shares = [1.0 + math.log(1.0 - case) / launched for case in reversed(_CASES)]
     else:
         kept = 1.0 / factor
-        variance = kept * (1.0 - kept)
-        spread, doubt = math.sqrt(variance / launched), math.sqrt(variance / behind)
-        shares = [kept + _CAUTION * doubt + spread * NormalDist().inv_cdf(case) for case in _CASES]
+        deviation = math.sqrt(kept * (1.0 - kept))
+        shares = [
+            kept + deviation * (doubt + NormalDist().inv_cdf(case) / math.sqrt(launched))
+            for case in _CASES
+        ]
     return [_key_at(law, pool, min(1.0, max(0.0, share))) for share in shares]

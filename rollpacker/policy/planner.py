@@ -5,7 +5,8 @@ those whose oldest draw fits `max_deferral_age` and whose trained mean length st
 `length_tolerance` of the uncensored one (`ladder_forecast` says what to expect of each). A change
 must pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed
 itself. While the tail is a guess, only that is a reason: a guess is too short, so it errs towards
-deferring less.
+deferring less. What is not known well counts against a change too: of many candidates, the one that
+looks best is often one whose edge of never-ending responses looks luckiest.
 
 Levels differ in what limits them: the last ones hold few and long responses, whose KV has to fit,
 the first ones many short ones, which want many replicas. So each level may have a tensor-parallel
@@ -29,6 +30,7 @@ from rollpacker.policy.ladder_forecast import (
     level_rounds,
 )
 
+_CAUTION = 1.0  # standard errors against every other ladder than the present one
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
 
 
@@ -60,7 +62,10 @@ def choose_ladder(
             f"keeps {ladder_name(present)}: the longest group that was seen whole stands for"
             f" {law.stand_in:.0f}, so the tail is a guess",
         )
-    others = [forecast(rules, engine, law, factors) for factors in _candidates(rules)]
+    others = [
+        forecast(rules, engine, law, factors, 0.0 if factors == present else _CAUTION)
+        for factors in _candidates(rules)
+    ]
     allowed = [other for other in others if _allowed(rules, other)]
     best = max(allowed, key=lambda item: item.tokens_per_second)
     gain = _gain(engine, now, best)
