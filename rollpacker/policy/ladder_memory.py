@@ -36,7 +36,7 @@ from rollpacker.types import DeferredDraw, DrawId
 EVERY_STEPS = 4  # between two choices
 STEPS_SEEN = 8  # whose seconds count for what no ladder changes
 _FIRST_STEP = 2  # nothing is known before
-_GROUPS = 2000  # at most so many are kept
+_GROUPS = 4000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step

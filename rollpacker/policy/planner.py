@@ -30,7 +30,7 @@ from rollpacker.policy.ladder_forecast import (
     level_rounds,
 )
 
-_CAUTION = 1.0  # standard errors against every other ladder than the present one
+_CAUTION = 0.5  # standard errors against every other ladder than the present one
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
 
 

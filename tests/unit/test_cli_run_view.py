@@ -93,6 +93,12 @@ def test_a_log_says_the_state_of_a_run_once_although_it_is_told_again() -> None:
     ]
 
 
+def test_a_log_says_which_ladder_was_chosen_and_why() -> None:
+    chosen = pb.LadderChoice(step=8, speculation_factors=[1.5], reason="takes eta 1.5")
+    event = pb.WatchRunResponse(ladder_chosen=chosen)
+    assert EventLines().of(event) == ["step 8 takes eta 1.5"]
+
+
 def test_an_alarm_is_said_when_it_begins_and_again_when_it_comes_back() -> None:
     log, view = EventLines(), RunView()
     said = []
