@@ -112,12 +112,6 @@ def checked_update(state: RunState, later: Sequence[Change], values: Mapping[str
         if isinstance(change, UpdateSettings):
             merged = merge_settings(merged, change.settings)
     changed = parse_run_settings(merge_settings(merged, values))
-    half = [name for name in _LADDER if name in names]
-    if changed.tail_batching.mode == "auto" and len(half) == 1:
-        problem = (
-            f"mode auto may put another ladder in force meanwhile; give {' and '.join(_LADDER)}"
-        )
-        raise SettingsError([(half[0], problem)])
     if "max_steps" in names and changed.max_steps is not None and changed.max_steps <= state.step:
         problem = (
             f"{changed.max_steps} is not above the {state.step} committed steps; give more, or end"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.settings import SettingsError, merge_settings, parse_run_settings
+from rollpacker.settings import SettingsError, parse_run_settings
 from rollpacker.store.records import RunState, state_from_json, state_to_json
 from rollpacker.types import DeferredDraw, Draw, DrawId
 from services.coordinator.changes import (
@@ -161,15 +161,3 @@ def test_a_planned_ladder_is_in_force_at_once_and_none_waits_for_the_end_of_the_
     again = with_ladder(waiting, [1.5, 2.0])  # chosen before the queue was empty
     assert again.waiting_settings == {}
     assert settings_in_force(again).tail_batching.resolved_speculation_factors == (1.5, 2.0)
-
-
-def test_of_a_planned_ladder_nobody_changes_a_half() -> None:
-    """The other half may be another one when the change is settled."""
-    state = state_with([])
-    auto = dataclasses.replace(
-        state, settings=merge_settings(state.settings, {"tail_batching": {"mode": "auto"}})
-    )
-    with pytest.raises(SettingsError, match="give tail_batching.deferral_levels and"):
-        checked_update(auto, [], {"tail_batching": {"speculation_factors": [1.5, 1.5, 1.5]}})
-    both = {"tail_batching": {"deferral_levels": 1, "speculation_factors": [1.5]}}
-    assert checked_update(auto, [], both) == UpdateSettings(both)
