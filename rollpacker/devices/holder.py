@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from rollpacker import wire
 from rollpacker.devices.memory import Memory, Meter, MeterError
 from rollpacker.devices.settings import DeviceWorkerSettings
 from rollpacker.rpc.client import call, open_channel
@@ -115,7 +116,7 @@ class LeasedDevices:
         self._bound_to: tuple[str, ...] | None = None
         self._is_bound = bound
         self._grant: pb.DeviceGrant | None = None
-        self._refused_since: float | None = None  # monotonic, of a claim that is not granted yet
+        self._refused_seconds = 0.0  # that claims have waited in vain, all together
         self._lost = ""  # why this process cannot have its devices again
         self._lease_seconds = 0.0
         self._changing = asyncio.Lock()
@@ -131,13 +132,17 @@ class LeasedDevices:
     async def claim(self, count: int) -> tuple[str, ...]:
         """See Devices."""
         async with self._changing:
-            end = time.monotonic() + _PATIENCE_SECONDS
+            waited_until = time.monotonic()
+            end = waited_until + _PATIENCE_SECONDS
             while len(self.held) != count:
                 try:
                     await self._claim(count)
                 except (ServiceError, MeterError) as error:
-                    if time.monotonic() >= end:
-                        await self._look_elsewhere(count)
+                    now = time.monotonic()
+                    self._refused_seconds += now - waited_until
+                    waited_until = now
+                    await self._look_elsewhere(count)
+                    if self._lost or now >= end:
                         raise UnavailableError(
                             "DEVICES_BUSY", f"no devices for {self._worker_id}: {error}"
                         ) from error
@@ -186,10 +191,9 @@ class LeasedDevices:
 
     async def _look_elsewhere(self, count: int) -> None:
         """End this process if it waits in vain for the devices that it is bound to, and others are
-        free: after two leases, in which a dead holder's would have ended."""
-        now = time.monotonic()
-        self._refused_since = self._refused_since or now
-        if self._bound_to is None or now - self._refused_since < 2 * self._lease_seconds:
+        free: after two leases, in which a dead holder's would have ended. Two processes that are
+        bound to one device get it by turns, so the waits of all claims count."""
+        if self._bound_to is None or self._refused_seconds < 2 * self._lease_seconds:
             return
         try:
             memory = await self._measured(None)
@@ -197,7 +201,12 @@ class LeasedDevices:
             answer = await call(lambda: self._stub.ListDevices(request, timeout=_DEADLINE_SECONDS))
         except (ServiceError, MeterError):
             return
-        held = {lease.device for lease in answer.leases if not lease.is_guest}
+        now = time.time()
+        held = {
+            lease.device
+            for lease in answer.leases
+            if not lease.is_guest and wire.timestamp_from_proto(lease.expire_time) > now
+        }
         free = [d for d, m in memory.items() if d not in held and m.free >= self._share * m.total]
         if len(free) >= count:
             self._lost = (
@@ -221,7 +230,7 @@ class LeasedDevices:
         if self._is_bound:
             self._bound_to = devices
         self._meter.keep_to(devices)
-        self._grant, self._refused_since = answer.grant, None
+        self._grant = answer.grant
         self._lease_seconds = answer.lease_duration.ToNanoseconds() / 1e9
         self._renew_now.set()
         _log.info("holding %s, fence %d", ", ".join(devices), answer.grant.fence)

@@ -1,4 +1,4 @@
-"""Colocated placement: the engines rest while the trainer works on their devices.
+"""Engines let go of devices that the trainer needs; in colocated placement they rest meanwhile.
 
     round: engines hold the devices --rest begins: released, memory freed--> trainer claims them
       ^                                                                          |
@@ -50,6 +50,10 @@ class EngineRest:
             yield
         finally:
             await end_tasks(watching)
+
+    async def let_go(self) -> None:
+        """Have the engines let go of their devices once; a round that needs them claims again."""
+        await self._ask({})
 
     async def _watch(self, asked: dict[str, Worker]) -> None:
         while True:

@@ -3,6 +3,7 @@ held-out measurement."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -52,7 +53,9 @@ def device_readings(leases: Leases) -> Iterator[Reading]:
     """Who holds which GPU; nothing where no GPU is held."""
     for device, lease in [*sorted(leases.leases.items()), *sorted(leases.guests.items())]:
         labels = {"device": device, "worker": lease.owner}
-        yield Reading("rollpacker_device_held", "1 while the worker's lease lasts", 1, labels)
+        lasts = float(lease.expires > time.time())
+        meaning = "1 while the worker's lease lasts, 0 when it has lapsed"
+        yield Reading("rollpacker_device_held", meaning, lasts, labels)
 
 
 def run_readings(state: RunState, progress: RoundProgress | None) -> Iterator[Reading]:

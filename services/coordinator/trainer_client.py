@@ -16,7 +16,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from rollpacker import wire
 from rollpacker.observability.tracing import span
-from rollpacker.rpc.client import call_until
+from rollpacker.rpc.client import call, call_until
 from rollpacker.rpc.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -60,9 +60,8 @@ class TrainerClient:
         self._settings = settings
         self._run_id = run_id
         self._fence = fence
-        self._engines = (
-            EngineRest(workers, run_id, fence) if settings.placement == "colocated" else None
-        )
+        self._engines = EngineRest(workers, run_id, fence)
+        self._takes_turns = settings.placement == "colocated"
         self.use(settings)
 
     def use(self, settings: RunSettings) -> None:
@@ -169,16 +168,25 @@ class TrainerClient:
         *,
         rests: bool = False,
     ) -> Result:
-        """`rests`: it works on devices that it may share with engines, which rest meanwhile."""
+        """`rests`: it works on devices. Engines that share them rest meanwhile; others let go of
+        theirs when the trainer says that all are held: there are more engines than devices, or
+        those of a run before have them still."""
         worker = await self._workers.least_busy(coordinator_service_pb2.WORKER_KIND_TRAINER)
 
-        def attempt() -> Awaitable[Result]:
+        async def attempt() -> Result:
             """On the trainer that is alive now: it may have come back at another address."""
             alive = self._workers.alive(coordinator_service_pb2.WORKER_KIND_TRAINER)
             channel = (alive[0] if alive else worker).channel
-            return make(trainer_service_pb2_grpc.TrainerServiceStub(channel))
+            try:
+                return await call(
+                    lambda: make(trainer_service_pb2_grpc.TrainerServiceStub(channel))
+                )
+            except UnavailableError as error:
+                if rests and error.reason == "DEVICES_BUSY" and not self._takes_turns:
+                    await self._engines.let_go()
+                raise
 
-        rest = self._engines.resting() if self._engines and rests else nullcontext()
+        rest = self._engines.resting() if self._takes_turns and rests else nullcontext()
         try:
             async with rest:
                 with span(what, run=self._run_id):

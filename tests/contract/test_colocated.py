@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollpacker.rpc.errors import UnavailableError
 from rollpacker.settings import SettingsError, parse_run_settings
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.contract import fake_workers as fakes
@@ -62,6 +63,27 @@ async def test_an_engine_that_comes_while_the_trainer_works_is_asked_to_let_go(
         await c.until_ended()
     await server.stop()
     assert len(late.sizes) > 1, "and served rounds afterwards"
+
+
+async def test_engines_with_devices_of_their_own_let_go_when_the_trainer_finds_none(
+    cluster: Cluster,  # noqa: F811
+) -> None:
+    """Those of a colocated run before, or a spare one that took a killed trainer's."""
+    refused: list[bool] = []
+
+    async def busy(name: str) -> None:
+        resident = any(rollout.spec.resident for rollout in cluster.rollouts)
+        if name == "FinishStep" and not refused:
+            refused.append(resident)
+            raise UnavailableError("DEVICES_BUSY", "held by rollout-0")
+        if name == "FinishStep" and len(refused) == 1:
+            refused.append(resident)
+
+    cluster.trainer.before_work = busy
+    async with coordinator(cluster) as c:
+        await c.start(run_settings(cluster.directory, PROMPTS))
+        await c.until_ended()
+    assert refused == [True, False]
 
 
 def test_a_colocated_run_releases_all_replicas_or_none(cluster: Cluster) -> None:  # noqa: F811
