@@ -21,8 +21,8 @@ from typing import Any
 from rollpacker.types import GraderKind, Verdict
 from services.reward.graders.grader import GradingTask, Score, TestRun
 
+OPEN_WORKER = "--open"  # argument of a worker that is not sealed
 _LENGTH = struct.Struct(">I")
-
 _MOST_BYTES = 1 << 28  # of a message; four printable characters read as a length are more
 
 Message = dict[str, Any]

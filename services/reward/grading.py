@@ -16,8 +16,10 @@ from services.reward.worker_process import GradingOutcome
 async def grade(pool: WorkerPool, task: GradingTask) -> GradingOutcome:
     """Score one response. The grader must be offered (`registry.graders`).
 
-    Raises BadReferenceError, GraderFailedError, SlotsBusyError, WorkerLostError.
+    Raises BadReferenceError, GraderFailedError, GraderUnavailableError, SlotsBusyError,
+    WorkerLostError.
     """
+    pool.require(task.grader_kind)
     start = time.monotonic()
     score = graders()[task.grader_kind].grade_now(task)
     if score is not None:

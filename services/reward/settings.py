@@ -31,7 +31,10 @@ class RewardServiceSettings(DeviceWorkerSettings):
     model_config = SettingsConfigDict(env_prefix="ROLLPACKER_REWARD_")
 
     slots: int = Field(
-        default_factory=default_slots, ge=1, le=1024, description="grading worker processes"
+        default_factory=default_slots,
+        ge=1,
+        le=1024,
+        description="responses graded at once, each by a worker process",
     )
     time_limit_seconds: float = Field(
         5.0, gt=0, le=3600, description="CPU time that one response may take to grade"

@@ -1,4 +1,7 @@
-"""The pool of grading workers: so many slots, each with one worker, and one bounded line.
+"""The pool of grading workers: so many slots, each with its workers, and one bounded line.
+
+A slot does one task at a time. It has a sealed worker, and an open one from the first task that
+needs it (`grading_worker`): model text is never graded where the seal is missing.
 
 A task waits in the line, then runs in a slot; its time limit starts when it runs. What can happen
 to it there, and nothing else:
@@ -9,6 +12,7 @@ to it there, and nothing else:
   (WorkerLostError), which is no score;
 - the reference is unusable or the scorer fails: its error reaches the caller, the worker lives on;
 - this host cannot offer the grader (GraderUnavailableError): so it is for every task of its kind.
+  A host where workers cannot be sealed offers none of the graders that need it.
 
 A caller that gives up while its task waits takes it out of the line; once it runs it runs to its
 end, and the score is dropped. A full line refuses at once (SlotsBusyError) and says when to try
@@ -49,7 +53,7 @@ Outcome = TypeVar("Outcome")
 GraderSettings = Mapping[GraderKind, Mapping[str, Any]]
 WAITING_PER_SLOT = 1024
 _ATTEMPTS = 2  # on workers that die by themselves
-_FIRST_GRADER = GraderKind.MATH  # loaded before a worker counts as ready
+_FIRST_GRADER = GraderKind.MATH  # loaded before a slot counts as ready
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.1, 5.0
 _FIRST_MEAN_SECONDS, _MEAN_WEIGHT = 0.02, 0.05
 _log = logging.getLogger(__name__)
@@ -109,7 +113,7 @@ class WorkerPool:
     @property
     def worker_pids(self) -> list[int]:
         """The processes of the pool."""
-        return [slot.worker.pid for slot in self._slots if slot.worker]
+        return [pid for slot in self._slots for pid in slot.worker_pids]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -124,31 +128,43 @@ class WorkerPool:
         await self.stop()
 
     async def start(self) -> None:
-        """Start every worker; returns when all are ready. Raises WorkerLostError."""
+        """Start a sealed worker in every slot, and return when all are ready.
+
+        Raises WorkerLostError.
+        """
         try:
-            await asyncio.gather(*(slot.ready_worker(_FIRST_GRADER) for slot in self._slots))
+            await asyncio.gather(*(self._check(_FIRST_GRADER, slot) for slot in self._slots))
             for kind in self._checked_graders:
-                await self._check(kind)
+                await self._check(kind, self._slots[0])
         except BaseException:
             await self.stop()
             raise
         self._tasks = [asyncio.create_task(self._run(slot)) for slot in self._slots]
 
-    async def _check(self, kind: GraderKind) -> None:
+    async def _check(self, kind: GraderKind, slot: _Slot) -> None:
         try:
-            await self._slots[0].ready_worker(kind)
+            await slot.ready_worker(kind)
         except GraderUnavailableError as error:
-            _log.warning("%s is not offered: %s", kind.value, error)
-            self.unavailable[kind] = str(error)
+            kinds = [kind]
+            if kind is _FIRST_GRADER:  # refused only where no worker can be sealed
+                kinds = [sealed for sealed, grader in graders().items() if grader.sealed]
+            for missing in set(kinds) - self.unavailable.keys():
+                _log.warning("%s is not offered: %s", missing.value, error)
+                self.unavailable[missing] = str(error)
 
     async def stop(self) -> None:
         """Kill every worker; tasks that wait or run are lost. Repeat: no effect."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(slot.drop_worker() for slot in self._slots))
+        await asyncio.gather(*(slot.drop_workers() for slot in self._slots))
         while not self._line.empty():
             _fail(self._line.get_nowait(), WorkerLostError("the reward service stops"))
+
+    def require(self, kind: GraderKind) -> None:
+        """Raise GraderUnavailableError for a grader that this host cannot offer."""
+        if kind in self.unavailable:
+            raise GraderUnavailableError(self.unavailable[kind])
 
     async def grade(self, task: GradingTask) -> GradingOutcome:
         """Score one response.
@@ -168,8 +184,7 @@ class WorkerPool:
         return outcome
 
     async def _in_line(self, kind: GraderKind, task: GradingTask | ProgramTask) -> Any:
-        if kind in self.unavailable:
-            raise GraderUnavailableError(self.unavailable[kind])
+        self.require(kind)
         waiting = self._line.qsize()
         if waiting >= self._waiting_limit:
             seconds = waiting * self._mean_seconds / self.slot_count
@@ -183,7 +198,8 @@ class WorkerPool:
     async def _run(self, slot: _Slot) -> None:
         """The life of one slot."""
         while True:
-            with contextlib.suppress(WorkerLostError):  # tried again for the next task
+            # Tried again for the next task.
+            with contextlib.suppress(WorkerLostError, GraderUnavailableError):
                 await slot.ready_worker(_FIRST_GRADER)
             job = await self._line.get()
             if not job.outcome.done():  # else the caller gave up
@@ -209,35 +225,45 @@ class WorkerPool:
 
 
 class _Slot:
-    """One place to grade: its worker, and how often that had to be replaced."""
+    """One place to grade: its workers, and how often one had to be replaced."""
 
     def __init__(self, time_limit_seconds: float, settings: GraderSettings) -> None:
         self._settings = settings
         self._time_limit_seconds = time_limit_seconds
-        self.worker: WorkerProcess | None = None
+        self._workers: dict[bool, WorkerProcess] = {}  # by whether it is sealed
         self.busy = False
         self.restart_count = 0
-        self._started = False
+        self._started: set[bool] = set()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers.values()]
 
     async def ready_worker(self, kind: GraderKind) -> WorkerProcess:
         """The worker, started if need be, with a grader loaded.
 
         Raises WorkerLostError, GraderUnavailableError.
         """
-        if self.worker and not self.worker.alive:
-            _log.warning("grading worker %d died while idle", self.worker.pid)
-            await self.drop_worker()
-        if self.worker is None:
-            self.restart_count += self._started
-            self._started = True
-            self.worker = await WorkerProcess.start()
-        await self.worker.load(kind, self._settings.get(kind, {}))
-        return self.worker
+        sealed = graders()[kind].sealed
+        worker = self._workers.get(sealed)
+        if worker and not worker.alive:
+            _log.warning("grading worker %d died while idle", worker.pid)
+            await self._drop_worker(sealed)
+            worker = None
+        if worker is None:
+            self.restart_count += sealed in self._started
+            self._started.add(sealed)
+            worker = self._workers[sealed] = await WorkerProcess.start(sealed)
+        await worker.load(kind, self._settings.get(kind, {}))
+        return worker
 
-    async def drop_worker(self) -> None:
-        """Kill the worker. Repeat: no effect."""
-        worker, self.worker = self.worker, None
-        if worker:
+    async def drop_workers(self) -> None:
+        """Kill the workers. Repeat: no effect."""
+        for sealed in tuple(self._workers):
+            await self._drop_worker(sealed)
+
+    async def _drop_worker(self, sealed: bool) -> None:
+        if worker := self._workers.pop(sealed, None):
             await worker.kill()
 
     async def work(self, task: GradingTask | ProgramTask) -> GradingOutcome | ProgramOutcome:
@@ -256,7 +282,7 @@ class _Slot:
         try:
             return await self._on_worker(task.grader_kind, lambda worker: worker.grade(task, limit))
         except TimeLimitError:
-            await self.drop_worker()
+            await self._drop_worker(grader.sealed)
             if grader.late_is_verdict:
                 return GradingOutcome(Score(0.0, Verdict.TIMED_OUT), self._time_limit_seconds)
             raise GraderFailedError(
@@ -275,7 +301,7 @@ class _Slot:
                 return await use(await self.ready_worker(kind))
             except WorkerLostError as error:
                 _log.warning("%s", error)
-                await self.drop_worker()
+                await self._drop_worker(graders()[kind].sealed)
                 if attempt == _ATTEMPTS:
                     raise
                 attempt += 1

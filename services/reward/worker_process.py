@@ -40,7 +40,7 @@ from services.reward.graders.grader import (
 
 START_LIMIT_SECONDS = 120.0  # to start a worker or load a grader, on a very busy host
 WALL_FACTOR = 10.0
-_MODULE = "services.reward.grading_worker"
+_COMMAND = (sys.executable, "-m", "services.reward.grading_worker")
 _LEAST_WAIT_SECONDS = 0.02  # CPU times are counted in ticks of 10 ms
 KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -77,10 +77,13 @@ class WorkerProcess:
         self._loaded: set[GraderKind] = set()
 
     @classmethod
-    async def start(cls) -> Self:
-        """Start a process; it is ready after its first `load`. Raises WorkerLostError."""
+    async def start(cls, sealed: bool) -> Self:
+        """Start a process; it is ready after its first `load`. Raises WorkerLostError.
+
+        Sealed or open: which graders it can load (`grading_worker`).
+        """
         try:
-            process, connection = _spawn()
+            process, connection = _spawn(sealed)
         except OSError as error:
             raise WorkerLostError(f"no grading worker could be started: {error}") from error
         reader, writer = await asyncio.open_unix_connection(sock=connection)
@@ -181,13 +184,13 @@ class WorkerProcess:
             raise WorkerLostError(f"grading worker {self.pid} sent {error}") from error
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(sealed: bool) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process, and our end of the socket that is its standard input; takes a few ms."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
+                [*_COMMAND, *([] if sealed else [framing.OPEN_WORKER])],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),

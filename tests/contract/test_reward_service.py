@@ -24,6 +24,7 @@ from rollpacker.rpc import client, errors
 from rollpacker.types import GraderKind
 from rollpacker.v1 import reward_service_pb2 as pb
 from rollpacker.v1 import reward_service_pb2_grpc, types_pb2
+from services.reward import worker_process
 from services.reward.scheduler import RewardScheduler
 from services.reward.server import SERVICE_NAME, make_server, report_graders
 from services.reward.worker_pool import WorkerPool
@@ -127,6 +128,31 @@ async def test_code_is_run_and_its_cpu_and_wall_time_reported() -> None:
         no_code = await service.score(**{**request, "response_text": "I do not know"})
         assert no_code.verdict == types_pb2.VERDICT_NO_CODE
         assert not no_code.HasField("program_cpu")
+
+
+_WORKER_WITHOUT_SECCOMP = """
+from services.reward import grading_worker
+from services.reward.sandbox.inside import seccomp
+seccomp.install()  # under it, no further filter can be installed
+grading_worker.main()
+"""
+
+
+async def test_without_seccomp_mathematics_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_process, "_COMMAND", (sys.executable, "-c", _WORKER_WITHOUT_SECCOMP))
+    async with running() as service:
+        with pytest.raises(errors.FailedPreconditionError, match="seccomp") as caught:
+            await service.score()
+        assert caught.value.reason == "GRADER_UNAVAILABLE"
+        statuses = health_pb2.HealthCheckResponse
+        assert await health(service, f"{SERVICE_NAME}/math") == statuses.NOT_SERVING
+        assert await health(service, SERVICE_NAME) == statuses.SERVING
+        offer = await service.get()
+        assert types_pb2.GRADER_KIND_MATH not in offer.grader_kinds
+        reasons = {it.grader_kind: it.reason for it in offer.unavailable_graders}
+        assert "deploy/seccomp.json" in reasons[types_pb2.GRADER_KIND_MATH]
 
 
 async def test_without_a_sandbox_code_is_refused_by_name_and_mathematics_goes_on() -> None:
@@ -341,7 +367,7 @@ async def test_the_process_serves_and_leaves_no_child_when_it_is_told_to_stop(
             answer = await health.Check(check, timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         children = _children(process.pid)
-        assert len(children) == 1
+        assert len(children) == 2  # a sealed worker and an open one, in one slot
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in children)

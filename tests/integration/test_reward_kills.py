@@ -96,7 +96,7 @@ async def test_kills_of_sandboxes_workers_and_service_cost_no_reward(tmp_path: P
         killed = 0
         for step in range(STEPS - 1):
             await real.reach("disturbed", Moment(step, 0))
-            for what in (b"bwrap", b"inside.main", b"services.reward.grading_worker"):
+            for what in (b"bwrap", b"inside.main", b"grading_worker\0--open"):
                 killed += await kill_below(real, what)
         await real.kill("reward-0")
         assert killed >= STEPS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import struct
 
 import pytest
@@ -15,11 +17,17 @@ ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE_THREAD, CLONE_NEWUSER = 0x10000, 0x10000000
 
 
-def decide(machine: str, number: int, *arguments: int, arch: int | None = None) -> str | int:
+def decide(
+    machine: str,
+    number: int,
+    *arguments: int,
+    arch: int | None = None,
+    read_only: bool = False,
+) -> str | int:
     """What the kernel would do with a system call: allow, kill, or the errno."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=IIQ6Q", number, arch or ARCH[machine], 0, *padded)
-    code, at, value = seccomp.program(machine, PID), 0, 0
+    code, at, value = seccomp.program(machine, PID, read_only=read_only), 0, 0
     while True:
         operation, if_true, if_false, constant = code[at]
         at += 1
@@ -102,14 +110,40 @@ def test_an_unknown_call_does_not_exist(machine: str) -> None:
     assert decide(machine, 999) == errno.ENOSYS
 
 
+@both
+def test_a_read_only_filter_opens_files_for_reading_alone(machine: str) -> None:
+    for name, before in (("openat", 2), ("open", 1)):
+        for number in numbers(machine, name):
+            for flags in (0, os.O_CLOEXEC, os.O_DIRECTORY | os.O_NOFOLLOW):
+                arguments = [0] * before + [flags]
+                assert decide(machine, number, *arguments, read_only=True) == ALLOW
+            for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, 3, os.O_TMPFILE | 2):
+                arguments = [0] * before + [flags]
+                assert decide(machine, number, *arguments, read_only=True) == errno.EPERM
+                assert decide(machine, number, *arguments) == ALLOW
+
+
+@both
+def test_a_read_only_filter_changes_and_locks_nothing_and_has_no_socketpairs(machine: str) -> None:
+    index = seccomp.MACHINES.index(machine)
+    for number in numbers(machine, *seccomp._WRITING, *seccomp._DENIED):
+        assert decide(machine, number, read_only=True) == errno.EPERM
+    for lock in (6, 7, 37, 38):
+        number = seccomp._FCNTL[index]
+        assert decide(machine, number, 0, lock, read_only=True) == errno.EPERM
+    assert decide(machine, seccomp._SOCKETPAIR[index], 1, read_only=True) == errno.EPERM
+    for number in numbers(machine, "read", "write", "sendto", "mmap", "futex", "exit_group"):
+        assert decide(machine, number, read_only=True) == ALLOW
+
+
 def test_calls_of_another_architecture_kill() -> None:
     assert decide("x86_64", 0, arch=0x40000003) == KILL  # i386
     assert decide("x86_64", 0x40000000) == KILL  # x32
 
 
 def test_every_jump_stays_inside_and_every_path_returns() -> None:
-    for machine in seccomp.MACHINES:
-        code = seccomp.program(machine, PID)
+    for machine, read_only in itertools.product(seccomp.MACHINES, (False, True)):
+        code = seccomp.program(machine, PID, read_only=read_only)
         assert len(code) < 4096
         assert code[-1][0] == 0x06
         for at, (_, if_true, if_false, _) in enumerate(code):

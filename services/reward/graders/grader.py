@@ -136,7 +136,8 @@ class Grader(Protocol):
 
     @property
     def sealed(self) -> bool:
-        """Whether `grade` runs under the seal: it neither evaluates text nor leaves its process."""
+        """Whether `grade` runs in a sealed worker: it evaluates no text and needs no process,
+        socket or written file of its own."""
         ...
 
     @property

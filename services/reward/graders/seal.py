@@ -1,4 +1,4 @@
-"""While the seal is closed, this process compiles no text and reaches nothing outside itself.
+"""What holds a sealed grading worker: a seal against accidents, a filter against attackers.
 
 Model text must never be evaluated, and libraries do it where one does not look (sympify,
 parse_expr, eval in a scorer). So a grading worker closes the seal around each task: an audit hook
@@ -6,16 +6,24 @@ refuses to compile text, to start a process, to open a socket, to write a file. 
 swallow the exception and go on to a wrong score; therefore the seal remembers what it refused, and
 raises again when it opens.
 
-It stops accidents, not an attacker who already runs code: hostile code belongs in a sandbox.
+The seal does not stop an attacker who already runs code in the worker. `confine` does: from then on
+the kernel refuses the worker every new process, program and socket, every signal to others, and
+every change of a file, whoever asks. It can still read files, and has nowhere to send them but its
+replies.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from services.reward.graders.grader import GraderUnavailableError
+from services.reward.sandbox.inside import seccomp
 
 _REFUSED_PREFIXES = ("subprocess.", "socket.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn")
 _REFUSED_EVENTS = frozenset(
@@ -25,6 +33,10 @@ _WRITES_ITS_OWN = "sympy.polys.monomials"  # compiles functions that it wrote it
 _IMPORTING = "<frozen importlib._bootstrap>"
 _TEXT_FILE = "<string>"  # the file name that eval, exec and compile of text go by
 _WRITING = frozenset("wax+")
+_KNOB = (
+    "the kernel must have CONFIG_SECCOMP_FILTER, on x86_64 or aarch64, and a container's seccomp"
+    " profile must allow prctl: --security-opt seccomp=deploy/seccomp.json"
+)
 
 
 class EvaluationRefusedError(Exception):
@@ -54,6 +66,34 @@ class Seal:
         if self._closed and _is_refused(event, arguments):
             self._refused = f"it tried to {_name(event)}, which grading never may"
             raise EvaluationRefusedError(self._refused)
+
+
+def confine() -> None:
+    """Put this process under the read-only filter, for ever. Raises GraderUnavailableError."""
+    try:
+        if sys.platform != "linux":
+            raise OSError(f"{sys.platform} has no seccomp")
+        seccomp.install(read_only=True)
+    except (OSError, ValueError) as error:
+        raise GraderUnavailableError(
+            f"a grading worker cannot be confined by seccomp: {error}; {_KNOB}"
+        ) from error
+    if _reaches_outside():
+        raise GraderUnavailableError(
+            "the seccomp filter of a grading worker does not hold; report this, with the kernel"
+            f" version; {_KNOB}"
+        )
+
+
+def _reaches_outside() -> bool:
+    """Whether this process can open a socket or a file for writing."""
+    for attempt in (socket.socket, lambda: os.open(os.devnull, os.O_WRONLY)):
+        try:
+            attempt()
+        except PermissionError:
+            continue
+        return True
+    return False
 
 
 def _is_refused(event: str, arguments: tuple[Any, ...]) -> bool:

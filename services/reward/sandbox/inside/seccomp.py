@@ -5,6 +5,10 @@ on, and for ever: no fork, no exec, no sockets but socketpairs, no signals to ot
 namespaces, mounts, tracing, keys, BPF, io_uring or userfaultfd. What is not listed here is answered
 with ENOSYS, as an old kernel would; a call of another architecture kills the process.
 
+A sealed grading worker has no namespaces around it: it sees the host's files. Its filter is
+`read_only`: besides, files are opened for reading only and stay as they are, nothing is locked, and
+there are no socketpairs (an unconnected one could send to any socket in the file system).
+
 Numbers: x86_64 first, aarch64 second (None: that architecture has no such call).
 """
 
@@ -75,6 +79,12 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {  # EPERM: the reason is wo
     "sched_setaffinity": (203, 122),
 }
 _CLONE, _CLONE3 = (56, 220), (435, 435)
+_WRITING = (  # those of _ALLOWED that change or lock files
+    "truncate", "ftruncate", "fallocate", "rename", "renameat", "renameat2", "mkdir", "mkdirat",
+    "rmdir", "creat", "link", "linkat", "unlink", "unlinkat", "symlink", "symlinkat", "chmod",
+    "fchmod", "fchmodat", "utimensat", "flock",
+)
+_FLAGS_ARGUMENTS = {"open": 1, "openat": 2}  # where the flags stand
 _SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 _IOCTL, _PRCTL = (16, 29), (157, 167)
 _FCNTL, _PRLIMIT64, _SOCKETPAIR = (72, 25), (302, 261), (53, 199)
@@ -89,6 +99,8 @@ _HARMLESS_PRCTLS = (15, 16, 0x53564D41)  # set and get a thread's name, name a m
 # DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC, sizes of pipes. Not SETOWN and SETSIG:
 # with them a pipe sends any signal to any process of the user. No leases, which stop others.
 _HARMLESS_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
+_LOCKS = (5, 6, 7, 36, 37, 38)  # of these
+_WRITE_FLAGS = 0o3 | 0o100 | 0o1000  # O_ACCMODE, O_CREAT, O_TRUNC; O_TMPFILE needs write access
 _AF_UNIX = 1
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -103,7 +115,7 @@ class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def program(machine: str, pid: int) -> list[Instruction]:
+def program(machine: str, pid: int, *, read_only: bool = False) -> list[Instruction]:
     """The filter for a process with this pid. Raises ValueError for another machine."""
     if machine not in MACHINES:
         raise ValueError(f"no system call table for {machine}; known: {', '.join(MACHINES)}")
@@ -116,27 +128,29 @@ def program(machine: str, pid: int) -> list[Instruction]:
         (_AT_LEAST, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, _KILL_PROCESS),
     ]
-    for numbers in _ALLOWED.values():
-        code += _case(numbers[index], [(_RETURN, 0, 0, _ALLOW)])
+    for name, numbers in _ALLOWED.items():
+        code += _case(numbers[index], _file_rule(name) if read_only else _allow())
     code += _case(_CLONE[index], _only_threads())
     code += _case(_CLONE3[index], [_error(errno.ENOSYS)])
     for numbers in _SIGNALS.values():
         code += _case(numbers[index], _argument_in(0, (pid,), errno.EPERM))
     code += _case(_IOCTL[index], _argument_in(1, _HARMLESS_IOCTLS, errno.ENOTTY))
-    code += _case(_FCNTL[index], _argument_in(1, _HARMLESS_FCNTLS, errno.EPERM))
+    commands = tuple(n for n in _HARMLESS_FCNTLS if not (read_only and n in _LOCKS))
+    code += _case(_FCNTL[index], _argument_in(1, commands, errno.EPERM))
     code += _case(_PRCTL[index], _argument_in(0, _HARMLESS_PRCTLS, errno.EPERM))
     code += _case(_PRLIMIT64[index], _argument_in(0, (0, pid), errno.EPERM))
-    code += _case(_SOCKETPAIR[index], _argument_in(0, (_AF_UNIX,), errno.EPERM))
+    families = () if read_only else (_AF_UNIX,)
+    code += _case(_SOCKETPAIR[index], _argument_in(0, families, errno.EPERM))
     for numbers in _DENIED.values():
         code += _case(numbers[index], [_error(errno.EPERM)])
     return [*code, _error(errno.ENOSYS)]
 
 
-def install() -> None:
+def install(*, read_only: bool = False) -> None:
     """Put this process under the filter. Raises OSError, ValueError."""
     code = b"".join(
         struct.pack("=HBBI", *instruction)
-        for instruction in program(os.uname().machine, os.getpid())
+        for instruction in program(os.uname().machine, os.getpid(), read_only=read_only)
     )
     libc = ctypes.CDLL(None, use_errno=True)
     filter_program = _FilterProgram(len(code) // 8, code)
@@ -152,6 +166,24 @@ def install() -> None:
 def _case(number: int | None, body: list[Instruction]) -> list[Instruction]:
     """What to do for one system call; `body` ends with a return. Expects the number loaded."""
     return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
+
+
+def _allow() -> list[Instruction]:
+    return [(_RETURN, 0, 0, _ALLOW)]
+
+
+def _file_rule(name: str) -> list[Instruction]:
+    """What a read-only filter does with a call of _ALLOWED."""
+    if name in _WRITING:
+        return [_error(errno.EPERM)]
+    if name not in _FLAGS_ARGUMENTS:
+        return _allow()
+    return [
+        (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * _FLAGS_ARGUMENTS[name]),
+        (_ANY_BIT, 0, 1, _WRITE_FLAGS),
+        _error(errno.EPERM),
+        *_allow(),
+    ]
 
 
 def _only_threads() -> list[Instruction]:
