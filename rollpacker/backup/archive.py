@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from rollpacker.store.records import LAYOUT_VERSION
+from rollpacker.store.records import LAYOUT_VERSION, READABLE, READABLE_LAYOUTS
 
 FORMAT = 1
 DUMP, CHECKPOINT, RUN = "redis.jsonl", "checkpoint", "run"
@@ -78,10 +78,10 @@ def read_manifest(source: Path) -> Manifest:
         manifest = Manifest(**{**values, "run_id": str(values["run_id"]), "files": files})
     except (tarfile.TarError, KeyError, TypeError, ValueError) as error:
         raise BackupError(f"{source} is no backup, or was cut off: {error}") from error
-    if (manifest.format, manifest.layout_version) != (FORMAT, LAYOUT_VERSION):
+    if manifest.format != FORMAT or manifest.layout_version not in READABLE_LAYOUTS:
         raise BackupError(
             f"{source} has format {manifest.format} and state layout {manifest.layout_version};"
-            f" this version reads {FORMAT} and {LAYOUT_VERSION}."
+            f" this version reads format {FORMAT} and layouts {READABLE}."
             " Restore it with the version that made it"
         )
     if members.keys() - {_MANIFEST} != files.keys() or DUMP not in files:

@@ -168,7 +168,7 @@ def next_ladder(
     )
     groups = [
         ObservedGroup(
-            group.response_tokens,
+            tuple(max(1, tokens) for tokens in group.response_tokens),  # one: a step of decoding
             group.complete,
             0.5 ** ((step - group.first_step) / _HALF_LIFE_STEPS),
         )

@@ -14,7 +14,10 @@ from typing import Any
 
 from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 
-LAYOUT_VERSION = 1
+# 2: a run remembers its rounds for mode auto (`ladder_memory`); one of layout 1 remembers none yet.
+LAYOUT_VERSION = 2
+READABLE_LAYOUTS = (1, 2)
+READABLE = " and ".join(map(str, READABLE_LAYOUTS))  # in messages
 
 
 class LayoutError(ValueError):
@@ -126,9 +129,9 @@ def state_from_json(text: str | bytes) -> RunState:
     """Raises LayoutError for a layout that this version cannot read."""
     values = json.loads(text)
     layout = values.pop("layout_version", None)
-    if layout != LAYOUT_VERSION:
+    if layout not in READABLE_LAYOUTS:
         raise LayoutError(
-            f"run state has layout {layout}, this version reads {LAYOUT_VERSION};"
+            f"run state has layout {layout}, this version reads {READABLE};"
             " finish the run with the version that started it"
         )
     totals = values.pop("totals")

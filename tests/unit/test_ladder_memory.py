@@ -141,5 +141,19 @@ def test_the_speed_counts_once_enough_responses_were_timed() -> None:
     assert "2 ends of responses were timed" in choice.reason
 
 
+def test_a_policy_that_says_nothing_any_more_keeps_its_run_going() -> None:
+    """Responses of no tokens: nothing to divide by."""
+    seen = [
+        replace(
+            each,
+            deferred=(),
+            trained=[replace(group, response_tokens=(0,) * R0) for group in each.trained],
+        )
+        for each in rounds(24, 1)
+    ]
+    memory = replace(after(seen), speed=after(rounds(24, 1)).speed)
+    assert len(next_ladder(RULES, memory, 24, [1.0], (1.5,)).factors) <= 3
+
+
 def test_a_ladder_is_chosen_every_few_steps() -> None:
     assert [step for step in range(17) if is_due(step)] == [4, 8, 12, 16]

@@ -256,3 +256,8 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_url_that_is_none_is_an_error_like_others() -> None:
+    with pytest.raises(OSError, match="http://127.0.0.1:abc/x: nonnumeric port"):
+        post_json("http://127.0.0.1:abc/x", {}, 1.0, 1)

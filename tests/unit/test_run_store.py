@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from redis.asyncio import Redis
@@ -159,9 +160,15 @@ async def test_a_status_survives_the_next_commit(redis_client: Redis) -> None:
 
 
 async def test_a_state_of_another_layout_is_refused_with_the_reason() -> None:
-    text = state_to_json(STATE).replace('"layout_version": 1', '"layout_version": 99')
-    with pytest.raises(ValueError, match="layout 99"):
+    text = json.dumps({**json.loads(state_to_json(STATE)), "layout_version": 99})
+    with pytest.raises(ValueError, match="layout 99, this version reads 1 and 2"):
         state_from_json(text)
+
+
+def test_a_state_of_layout_1_is_taken_over() -> None:
+    values = json.loads(state_to_json(STATE))
+    del values["ladder_memory"]
+    assert state_from_json(json.dumps({**values, "layout_version": 1})) == STATE
 
 
 async def test_one_coordinator_at_a_time_and_every_one_has_a_higher_fence(

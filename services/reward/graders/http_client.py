@@ -39,7 +39,10 @@ def post_json(
     """Ask an http or https URL. Raises OSError for whatever goes wrong on the way."""
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.netloc, timeout=seconds)
+    try:
+        connection = kind(parts.netloc, timeout=seconds)
+    except http.client.InvalidURL as error:
+        raise OSError(f"{url}: {error}") from error
     late = threading.Event()
     end: threading.Timer | None = None
     try:
