@@ -116,7 +116,7 @@ class LeasedDevices:
         self._bound_to: tuple[str, ...] | None = None
         self._is_bound = bound
         self._grant: pb.DeviceGrant | None = None
-        self._refused_seconds = 0.0  # that claims have waited in vain, all together
+        self._refused_since: float | None = None  # monotonic, of claims that were not granted yet
         self._lost = ""  # why this process cannot have its devices again
         self._lease_seconds = 0.0
         self._changing = asyncio.Lock()
@@ -132,17 +132,13 @@ class LeasedDevices:
     async def claim(self, count: int) -> tuple[str, ...]:
         """See Devices."""
         async with self._changing:
-            waited_until = time.monotonic()
-            end = waited_until + _PATIENCE_SECONDS
+            end = time.monotonic() + _PATIENCE_SECONDS
             while len(self.held) != count:
                 try:
                     await self._claim(count)
                 except (ServiceError, MeterError) as error:
-                    now = time.monotonic()
-                    self._refused_seconds += now - waited_until
-                    waited_until = now
                     await self._look_elsewhere(count)
-                    if self._lost or now >= end:
+                    if self._lost or time.monotonic() >= end:
                         raise UnavailableError(
                             "DEVICES_BUSY", f"no devices for {self._worker_id}: {error}"
                         ) from error
@@ -191,9 +187,11 @@ class LeasedDevices:
 
     async def _look_elsewhere(self, count: int) -> None:
         """End this process if it waits in vain for the devices that it is bound to, and others are
-        free: after two leases, in which a dead holder's would have ended. Two processes that are
-        bound to one device get it by turns, so the waits of all claims count."""
-        if self._bound_to is None or self._refused_seconds < 2 * self._lease_seconds:
+        free: after two leases, in which a dead holder's would have ended."""
+        if self._refused_since is None:
+            self._refused_since = time.monotonic()
+        patient = time.monotonic() - self._refused_since < 2 * self._lease_seconds
+        if self._bound_to is None or patient:
             return
         try:
             memory = await self._measured(None)
@@ -230,7 +228,7 @@ class LeasedDevices:
         if self._is_bound:
             self._bound_to = devices
         self._meter.keep_to(devices)
-        self._grant = answer.grant
+        self._grant, self._refused_since = answer.grant, None
         self._lease_seconds = answer.lease_duration.ToNanoseconds() / 1e9
         self._renew_now.set()
         _log.info("holding %s, fence %d", ", ".join(devices), answer.grant.fence)

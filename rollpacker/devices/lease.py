@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+_USERS = 8  # of a device that are remembered
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -47,6 +49,8 @@ class Leases:
     fence: int = 0  # the last that was given
     leases: Mapping[str, Lease] = field(default_factory=dict)  # by device; free ones are left out
     guests: Mapping[str, Lease] = field(default_factory=dict)  # by device
+    # Who held a device, newest last, until it was given another: such a process may be bound to it.
+    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class MemoryNotFreedError(Exception):
 
 
 def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
-    """Give `count` of the devices: first what was the owner's, last what lapsed to another.
+    """Give `count` of the devices: first what is or was the owner's, then what the fewest others
+    have used, last what lapsed to another.
 
     Raises DevicesBusyError.
     """
@@ -103,7 +108,12 @@ def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
     }
     fit = sorted(  # stable: else as the driver orders them
         (device for device in request.free_bytes if device not in reasons),
-        key=lambda device: (device in kept, device not in table),
+        key=lambda device: (
+            device in kept,
+            device not in table,
+            request.owner not in state.users.get(device, ()),
+            len(state.users.get(device, ())),
+        ),
     )
     if len(fit) < request.count:
         said = "; ".join(f"{d}: {why}" for d, why in sorted(reasons.items()))
@@ -116,10 +126,10 @@ def claim(state: Leases, request: Claim, now: float) -> tuple[Leases, Grant]:
     given = {d: Lease(request.owner, fence, expires, request.free_bytes[d]) for d in devices}
     grant = Grant(request.owner, fence, devices)
     if request.as_guest:
-        return Leases(fence, state.leases, kept | given), grant
+        return replace(state, fence=fence, guests=kept | given), grant
     gone = in_the_way.keys() & devices
     guests = {device: guest for device, guest in state.guests.items() if device not in gone}
-    return Leases(fence, kept | given, guests), grant
+    return Leases(fence, kept | given, guests, _used(state, request.owner, devices)), grant
 
 
 def renew(state: Leases, grant: Grant, seconds: float, now: float) -> Leases:
@@ -149,6 +159,16 @@ def release(
         raise MemoryNotFreedError(f"{grant.owner} has not freed its memory: {said}")
     left = {d: lease for d, lease in state.leases.items() if d not in missing}
     return replace(state, leases=left)
+
+
+def _used(state: Leases, owner: str, devices: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """The users of all devices when an owner has been given these."""
+    others = {
+        device: tuple(user for user in users if user != owner)
+        for device, users in state.users.items()
+    }
+    given = {d: (*others.get(d, ()), owner)[-_USERS:] for d in devices}
+    return {device: users for device, users in (others | given).items() if users}
 
 
 def _own(state: Leases, grant: Grant) -> tuple[dict[str, Lease], bool]:

@@ -80,4 +80,5 @@ def _from_json(data: Any) -> Leases:
         {device: Lease(**item) for device, item in values.get(name, {}).items()}
         for name in ("leases", "guests")
     )
-    return Leases(values["fence"], leases, guests)
+    users = {device: tuple(names) for device, names in values.get("users", {}).items()}
+    return Leases(values["fence"], leases, guests, users)

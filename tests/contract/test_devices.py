@@ -42,8 +42,11 @@ def gpus(tmp_path: Path) -> Path:
     return tmp_path / "gpus"
 
 
-def worker(server: Coordinator, gpus: Path, name: str, *, bound: bool = False) -> LeasedDevices:
-    return LeasedDevices(server.address, name, FakeMeter(gpus), 0.8, bound=bound)
+def worker(
+    server: Coordinator, gpus: Path, name: str, *, bound: bool = False, wanted: str = ""
+) -> LeasedDevices:
+    meter = FakeMeter(gpus, [wanted] if wanted else [])
+    return LeasedDevices(server.address, name, meter, 0.8, bound=bound)
 
 
 async def claim(server: Coordinator, name: str, count: int = 1, **free: int) -> pb.DeviceGrant:
@@ -149,7 +152,8 @@ async def test_a_process_that_computes_on_a_device_claims_the_same_again(
     server: Coordinator, gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holder, "_PATIENCE_SECONDS", 0.0)
-    bound, other = worker(server, gpus, "rollout-0", bound=True), worker(server, gpus, "trainer-0")
+    bound = worker(server, gpus, "rollout-0", bound=True)
+    other = worker(server, gpus, "trainer-0", wanted="fake-0")
     assert await bound.claim(1) == ("fake-0",)
     await bound.release()
     assert await other.claim(1) == ("fake-0",)
@@ -183,15 +187,15 @@ async def test_a_worker_that_has_lost_its_lease_ends(server: Coordinator, gpus: 
 async def test_a_process_whose_device_is_another_s_now_ends_while_others_are_free(
     server: Coordinator, gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sleeps, a worker beside it is started anew and takes its device: the next process of it
-    is bound to nothing."""
+    """It sleeps, another that may use nothing else takes its device: the next process of it is
+    bound to nothing."""
     monkeypatch.setattr(holder, "_PATIENCE_SECONDS", 0.0)
     server.runs.devices.seconds = 0.2
     bound = worker(server, gpus, "rollout-0", bound=True)
     await bound.claim(1)
     await bound.release()
     server.runs.devices.seconds = 600.0
-    taker = worker(server, gpus, "rollout-1")
+    taker = worker(server, gpus, "rollout-1", wanted="fake-0")
     assert await taker.claim(1) == ("fake-0",)
     keeping = asyncio.create_task(bound.keep())
     async with asyncio.timeout(60):

@@ -107,6 +107,20 @@ def test_a_grant_of_a_registry_that_was_lost_holds_nothing_in_the_new_one() -> N
         release(state, lost, {"d0": FULL})
 
 
+@pytest.mark.parametrize("name", ["rollout-1", "another-name"])
+def test_a_worker_that_was_restarted_leaves_alone_what_another_is_bound_to(name: str) -> None:
+    """Two engines sleep, the trainer has used the first one's device, the second is restarted."""
+    free = {"d0": FULL, "d1": FULL}
+    state, first = claim(Leases(), wants("rollout-0", **free), now=0)
+    state, second = claim(state, wants("rollout-1", **free), now=0)
+    state = release(release(state, first, free), second, free)
+    state, turn = claim(state, wants("trainer-0", **free), now=1)
+    assert turn.devices == ("d0",)
+    state = release(state, turn, free)
+    _, again = claim(state, wants(name, **free), now=2)
+    assert again.devices == ("d1",)
+
+
 def test_a_lease_that_lapsed_can_be_renewed_while_nobody_else_came() -> None:
     state, grant = claim(Leases(), wants("rollout-0", d0=FULL), now=0)
     state = renew(state, grant, seconds=10, now=50)
