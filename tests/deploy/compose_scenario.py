@@ -298,6 +298,35 @@ def test_a_run_survives_scaling_crashes_and_a_restart_with_an_exact_trained_set(
     assert len(trained) == len(set(trained)) == PROMPTS_PER_STEP * STEPS
 
 
+def test_a_run_is_started_from_the_host_with_grpcurl_as_the_guide_says(stack: Stack) -> None:
+    secrets = stack.secrets / "operator"
+    identity = ["-cacert", secrets / "ca.crt", "-cert", secrets / "tls.crt"]
+    identity += ["-key", secrets / "tls.key", "-H"]
+    identity += [f"authorization: Bearer {(secrets / 'token').read_text().strip()}"]
+    settings = {
+        "model": str(stack.data / "model"),
+        "data": {"path": str(stack.data / "train.jsonl")},
+        "max_steps": 1,
+        "reward": {"grader": "math"},
+        "tail_batching": {"prompts_per_step": 2, "responses_per_prompt": 2},
+        "sampling": {"max_response_tokens": 64},
+    }
+
+    def asked(method: str, **request: object) -> dict[str, Any]:
+        grpcurl = Path(sys.executable).with_name("grpcurl")
+        name = f"rollpacker.v1.CoordinatorService/{method}"
+        said = run(grpcurl, *identity, "-d", json.dumps(request), f"localhost:{PORT}", name)
+        answer: dict[str, Any] = json.loads(said)
+        return answer
+
+    asked("StartRun", run_id="curled", settings=settings)
+    until(
+        lambda: asked("GetRun", run_id="curled")["run"]["state"] == "STATE_SUCCEEDED",
+        "the run of grpcurl has succeeded",
+    )
+    assert {each["runId"] for each in asked("ListRuns")["runs"]} == {"job", "curled"}
+
+
 def test_prometheus_sees_every_service_and_can_ask_every_rule(stack: Stack) -> None:
     def up() -> set[str]:
         found = stack.prometheus("query", query="up == 1")["result"]
