@@ -58,8 +58,9 @@ class RewardServiceServicer:
         UNAVAILABLE (WORKER_LOST): the worker died through no fault of the response; try again.
         INTERNAL (GRADER_FAILED): the scorer itself failed; a repeat would fail too.
         FAILED_PRECONDITION (GRADER_UNAVAILABLE): this host cannot offer the grader (code: no sandbox
-        can be made); the message names the cause and the fix. The service's health for it, named
-        "rollpacker.v1.RewardService/code", is NOT_SERVING then; other graders go on.
+        can be made; math and reasoning_gym: no worker can be sealed); the message names the cause and
+        the fix. The service's health for it, such as "rollpacker.v1.RewardService/code", is
+        NOT_SERVING then; other graders go on.
         INVALID_ARGUMENT: an unknown grader_kind or an unreadable reference_json; BadRequest says which.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
