@@ -247,7 +247,8 @@ def _device_cells(lease: pb.DeviceLease) -> tuple[str, ...]:
     left = wire.timestamp_from_proto(lease.expire_time) - time.time()
     free = f"{lease.free_bytes / 2**30:.1f}"
     worker = f"{lease.worker_id} (guest)" if lease.is_guest else lease.worker_id
-    return (lease.device, worker, str(lease.fence), f"{left:.0f}", free)
+    lasts = f"{left:.0f}" if left > 0 else "lapsed"
+    return (lease.device, worker, str(lease.fence), lasts, free)
 
 
 def _when(timestamp: Timestamp) -> str:
