@@ -215,7 +215,10 @@ class LeasedDevices:
 
     async def _claim(self, count: int) -> None:
         memory = await self._measured(self._bound_to)
-        share = min((round(self._share * m.total) for m in memory.values()), default=0)
+        shares = {device: round(self._share * m.total) for device, m in memory.items()}
+        share = min(shares.values(), default=0)
+        if not self._guest_bytes:  # of a larger device a larger part must be free
+            memory = {d: m for d, m in memory.items() if not share <= m.free < shares[d]}
         request = pb.ClaimDevicesRequest(
             worker_id=self._worker_id,
             count=count,

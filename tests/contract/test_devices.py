@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -128,6 +129,18 @@ async def test_workers_that_claim_at_once_get_devices_of_their_own(
     for each in (first, second):
         await each.leave()
     assert await listed(server) == {}
+
+
+async def test_of_devices_of_two_sizes_each_must_have_its_own_share_free(
+    server: Coordinator, gpus: Path
+) -> None:
+    (gpus / "devices.json").write_text(json.dumps({"fake-0": 1000, "fake-1": 100}))
+    neighbour = FakeMeter(gpus)
+    neighbour.keep_to(["fake-0"])
+    neighbour.hold(500)
+    engine = worker(server, gpus, "rollout-0")
+    assert await engine.claim(1) == ("fake-1",), "half of fake-0 is more than all of fake-1"
+    await engine.leave()
 
 
 async def test_nothing_is_given_back_before_its_memory_is_free(
