@@ -42,7 +42,9 @@ async def test_replicas_that_are_ended_amid_their_streams_change_nothing(tmp_pat
     async with running_stack(tmp_path, slots=4, rollouts=2) as real:
         expected = await real.run("undisturbed", values)
         moved = 0
-        for attempt in range(3):  # a run each: the others go on while a replica comes back
+        for attempt in range(12):  # a run each: the others go on while a replica comes back
+            if moved:  # on a slow machine its streams may be over when it hears of its end
+                break
             run_id = f"ended-{attempt}"
             await real.start(run_id, values)
             await end(real, await real.decoding(run_id, 0))
