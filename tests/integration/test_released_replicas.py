@@ -33,20 +33,23 @@ async def test_released_replicas_change_nothing_and_come_back(tmp_path: Path) ->
         expected = await real.run("undisturbed", values(tmp_path))
         moved = 0
         for rule in ("half", "idle"):
-            run_id = f"scaled-{rule}"
             tail = {"scale_down": True, "scale_down_rule": rule, "rebalance": rule == "idle"}
-            trace = await real.run(run_id, values(tmp_path, **tail))
-            assert trace.schedule == expected.schedule
-            assert trace.responses == expected.responses
-            metrics = real.metrics(run_id)
-            released = [step["scale_down/released_replicas"] for step in metrics]
-            assert set(released) <= {0.0, 1.0}
+            for attempt in range(6):  # on a busy machine a round may be over before its release
+                run_id = f"scaled-{rule}-{attempt}"
+                trace = await real.run(run_id, values(tmp_path, **tail))
+                assert trace.schedule == expected.schedule
+                assert trace.responses == expected.responses
+                metrics = real.metrics(run_id)
+                released = [step["scale_down/released_replicas"] for step in metrics]
+                assert set(released) <= {0.0, 1.0}
+                moved += sum(
+                    scored.response.carried_token_count - scored.response.accepted_draft_token_count
+                    for groups in real.samples(run_id)
+                    for group in groups
+                    for scored in group.responses
+                )
+                if sum(released) >= 2 and moved:
+                    break
             assert sum(released) >= 2, "released, and released again after it came back"
-            moved += sum(
-                scored.response.carried_token_count - scored.response.accepted_draft_token_count
-                for groups in real.samples(run_id)
-                for group in groups
-                for scored in group.responses
-            )
     assert moved > 0
     assert all(step["scale_down/released_replicas"] == 0 for step in real.metrics("undisturbed"))
