@@ -116,7 +116,7 @@ class LeasedDevices:
         self._bound_to: tuple[str, ...] | None = None
         self._is_bound = bound
         self._grant: pb.DeviceGrant | None = None
-        self._refused_since: float | None = None  # monotonic, of claims that were not granted yet
+        self._refused: tuple[float, float] | None = None  # first and last refusal, monotonic
         self._lost = ""  # why this process cannot have its devices again
         self._lease_seconds = 0.0
         self._changing = asyncio.Lock()
@@ -188,10 +188,12 @@ class LeasedDevices:
     async def _look_elsewhere(self, count: int) -> None:
         """End this process if it waits in vain for the devices that it is bound to, and others are
         free: after two leases, in which a dead holder's would have ended."""
-        if self._refused_since is None:
-            self._refused_since = time.monotonic()
-        patient = time.monotonic() - self._refused_since < 2 * self._lease_seconds
-        if self._bound_to is None or patient:
+        at = time.monotonic()
+        first, last = self._refused or (at, at)
+        if at - last > self._lease_seconds:  # nobody asked in between
+            first = at
+        self._refused = first, at
+        if self._bound_to is None or at - first < 2 * self._lease_seconds:
             return
         try:
             memory = await self._measured(None)
@@ -231,7 +233,7 @@ class LeasedDevices:
         if self._is_bound:
             self._bound_to = devices
         self._meter.keep_to(devices)
-        self._grant, self._refused_since = answer.grant, None
+        self._grant, self._refused = answer.grant, None
         self._lease_seconds = answer.lease_duration.ToNanoseconds() / 1e9
         self._renew_now.set()
         _log.info("holding %s, fence %d", ", ".join(devices), answer.grant.fence)

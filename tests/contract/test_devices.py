@@ -203,7 +203,7 @@ async def test_a_process_whose_device_is_another_s_now_ends_while_others_are_fre
     """It sleeps, another that may use nothing else takes its device: the next process of it is
     bound to nothing."""
     monkeypatch.setattr(holder, "_PATIENCE_SECONDS", 0.0)
-    server.runs.devices.seconds = 0.2
+    server.runs.devices.seconds = 1.0
     bound = worker(server, gpus, "rollout-0", bound=True)
     await bound.claim(1)
     await bound.release()
@@ -220,4 +220,27 @@ async def test_a_process_whose_device_is_another_s_now_ends_while_others_are_fre
     anew = worker(server, gpus, "rollout-0", bound=True)
     assert await anew.claim(1) == ("fake-1",)
     for each in (taker, anew):
+        await each.leave()
+
+
+async def test_a_refusal_now_and_then_ends_no_process(
+    server: Coordinator, gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was refused long ago does not count as waiting since."""
+    monkeypatch.setattr(holder, "_PATIENCE_SECONDS", 0.0)
+    server.runs.devices.seconds = 1.0
+    bound = worker(server, gpus, "rollout-0", bound=True)
+    await bound.claim(1)
+    await bound.release()
+    server.runs.devices.seconds = 600.0
+    taker = worker(server, gpus, "trainer-0", wanted="fake-0")
+    await taker.claim(1)
+    keeping = asyncio.create_task(bound.keep())
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await bound.claim(1)
+        await asyncio.sleep(2.5)  # more than two leases
+    assert not keeping.done()
+    await end_tasks(keeping)
+    for each in (taker, bound):
         await each.leave()
