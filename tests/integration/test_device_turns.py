@@ -29,6 +29,9 @@ pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = 12
 SIZE = 300_000  # bytes of a device
+# No token stops, and a replica decodes one response after the other: most of a step is rollout.
+SAMPLING = {"max_response_tokens": 120, "stop_token_ids": [999]}
+SLOTS = 1
 REPLICAS = {"rollout-0", "rollout-1"}
 
 
@@ -41,7 +44,7 @@ async def stack_on_gpus(directory: Path, count: int) -> AsyncIterator[RealStack]
         patch.setenv("ROLLPACKER_COORDINATOR_DEVICE_LEASE_SECONDS", "2")
         for service in ("ROLLOUT", "TRAINER"):
             patch.setenv(f"ROLLPACKER_{service}_FAKE_DEVICES", str(gpus))
-        async with running_stack(directory, rollouts=2) as real:
+        async with running_stack(directory, slots=SLOTS, rollouts=2) as real:
             yield real
     assert all(len(line["holders"]) <= 1 for line in history(directory))
 
@@ -54,7 +57,7 @@ async def test_placements_train_the_same_over_kills_and_no_device_has_two_holder
     tmp_path: Path,
 ) -> None:
     write_model(tmp_path / "model")
-    values = proof_settings(tmp_path, PROMPTS)
+    values = proof_settings(tmp_path, PROMPTS, sampling=SAMPLING)
 
     async with stack_on_gpus(tmp_path / "separate", 3) as real:
         await real.start("r", values)
