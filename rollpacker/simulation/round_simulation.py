@@ -136,8 +136,10 @@ class RoundSimulation:
         self._told: dict[DrawId, int] = {}  # longest response, as last reported
         self._complete = 0
         self._threshold: int | None = None
-        self._queue: list[tuple[float, int, object]] = []
-        self._pushes = 0
+        # (when, what comes first at that time, what): replicas in their order, then scores.
+        self._queue: list[tuple[float, int, tuple[str, int] | ResponseScored]] = []
+        self._places = {name: place for place, name in enumerate(self.replicas)}
+        self._scores = 0
         self._versions = dict.fromkeys(self.replicas, 0)
         self._dirty: set[str] = set()
         self._turn = 0  # of the next response, where groups are spread
@@ -156,7 +158,6 @@ class RoundSimulation:
             if isinstance(item, ResponseScored):
                 self._tell(item)
             else:
-                assert isinstance(item, tuple)
                 name, version = item
                 if self._versions.get(name) != version:
                     continue
@@ -282,12 +283,13 @@ class RoundSimulation:
             self._versions[name] += 1
             at = self.replicas[name].next_event_at()
             if at != float("inf"):
-                self._push(at, (name, self._versions[name]))
+                item = (name, self._versions[name])
+                heapq.heappush(self._queue, (at, self._places[name], item))
         self._dirty.clear()
 
-    def _push(self, at: float, item: object) -> None:
-        self._pushes += 1
-        heapq.heappush(self._queue, (at, self._pushes, item))
+    def _push_score(self, item: ResponseScored) -> None:
+        self._scores += 1
+        heapq.heappush(self._queue, (item.at, len(self._places) + self._scores, item))
 
     def _release(self) -> None:
         """Hand replicas over to training; their groups move and keep their tokens."""
@@ -417,12 +419,11 @@ class RoundSimulation:
         items = [self._launchables[command.draw].to_score(command.index) for command in commands]
         if self._reward is None:
             for command in commands:
-                self._push(self.now, ResponseScored(self.now, command.draw, command.index, 1.0))
+                self._push_score(ResponseScored(self.now, command.draw, command.index, 1.0))
             return
         if self.rules.streams:
             scores = [self._reward.score(self.now, n, task, is_cut=cut) for n, task, cut in items]
         else:
             scores = self._reward.score_in_turn(self.now, items)
         for command, score in zip(commands, scores, strict=True):
-            scored = ResponseScored(score.at, command.draw, command.index, score.reward)
-            self._push(score.at, scored)
+            self._push_score(ResponseScored(score.at, command.draw, command.index, score.reward))
