@@ -14,15 +14,15 @@ A running entrant loses as soon as enough complete ones are certain to be ahead 
 
 from __future__ import annotations
 
-import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rollpacker.types import DrawId
 
 _Rank = tuple[int, int]  # (tokens, launch order)
 _BEHIND_ALL = 1 << 62  # tokens, as it were
+_AHEAD_OF_ALL: _Rank = (-1, -1)
 
 
 class Race(Protocol):
@@ -61,7 +61,7 @@ class Race(Protocol):
 
 
 class TokenRace:
-    """See the top of the file."""
+    """See the top of the file. An event costs the logarithm of the number of entrants."""
 
     def __init__(
         self, entrants: Sequence[DrawId], places: int, protected: frozenset[DrawId] = frozenset()
@@ -69,24 +69,32 @@ class TokenRace:
         self._ids = list(entrants)
         self._order = {draw: order for order, draw in enumerate(entrants)}
         self._protected = protected & self._order.keys()
-        self._free_places = places - len(self._protected)
+        self._free_places = max(0, places - len(self._protected))
         self._bounds = dict.fromkeys(entrants, 0)
         self._running = set(entrants)
         self._lost: set[DrawId] = set()
         self._new_losers: list[DrawId] = []
-        self._complete_ranks: list[_Rank] = []  # of unprotected entrants, sorted
+        self._places = _LastFirst()  # complete ones that hold a free place
+        self._contenders = _LastFirst()  # running ones, as they were at each news, once all is held
         # Ranks of entrants that are not ranked yet; a running one may stand too far ahead.
         self._heap: list[_Rank] = [(0, order) for order in range(len(self._ids))]
-        if self._free_places <= 0:
-            self._lose_all_behind((-1, -1))
+        if not self._free_places:
+            self._watch_contenders()
+            self._lose_contenders_behind(_AHEAD_OF_ALL)
 
     def progress(self, draw: DrawId, tokens: int) -> None:
         if draw not in self._running or tokens <= self._bounds[draw]:
             return
         self._bounds[draw] = tokens
         last = self._last_place()
-        if last is not None and draw not in self._protected and self._rank(draw) > last:
+        if last is None or draw in self._protected:
+            return
+        if self._rank(draw) > last:
             self._lose(draw)
+        elif len(self._contenders) > 2 * len(self._running):
+            self._watch_contenders()  # most are outdated
+        else:
+            self._contenders.push(self._rank(draw))
 
     def complete(self, draw: DrawId, key: int) -> None:
         if draw not in self._running:
@@ -95,10 +103,15 @@ class TokenRace:
         self._bounds[draw] = max(key, self._bounds[draw])
         if draw in self._protected:
             return
-        bisect.insort(self._complete_ranks, self._rank(draw))
+        were_held = self._last_place() is not None
+        self._places.push(self._rank(draw))
+        if len(self._places) > self._free_places:
+            self._lose(self._ids[self._places.pop()[1]])
         last = self._last_place()
         if last is not None:
-            self._lose_all_behind(last)
+            if not were_held:
+                self._watch_contenders()
+            self._lose_contenders_behind(last)
 
     def add(self, draw: DrawId) -> None:
         self._order[draw] = len(self._ids)
@@ -145,22 +158,47 @@ class TokenRace:
 
     def _last_place(self) -> _Rank | None:
         """The rank of the last free place, once enough entrants are complete to fill them."""
-        if self._free_places <= 0:
-            return (-1, -1)
-        if len(self._complete_ranks) < self._free_places:
-            return None
-        return self._complete_ranks[self._free_places - 1]
+        if not self._free_places:
+            return _AHEAD_OF_ALL
+        return self._places.last() if len(self._places) == self._free_places else None
 
-    def _lose_all_behind(self, last: _Rank) -> None:
-        for draw in self._ids:
-            if draw not in self._protected and self._rank(draw) > last:
+    def _watch_contenders(self) -> None:
+        """From now on whoever falls behind the last place is found."""
+        contenders = self._running - self._protected
+        self._contenders = _LastFirst(self._rank(draw) for draw in contenders)
+
+    def _lose_contenders_behind(self, last: _Rank) -> None:
+        while len(self._contenders) and self._contenders.last() > last:
+            draw = self._ids[self._contenders.pop()[1]]
+            if draw in self._running:
                 self._lose(draw)
 
     def _lose(self, draw: DrawId) -> None:
-        if draw not in self._lost:
-            self._lost.add(draw)
-            self._running.discard(draw)
-            self._new_losers.append(draw)
+        self._lost.add(draw)
+        self._running.discard(draw)
+        self._new_losers.append(draw)
+
+
+class _LastFirst:
+    """A heap of ranks; the last of them is at hand."""
+
+    def __init__(self, ranks: Iterable[_Rank] = ()) -> None:
+        self._heap = [(-tokens, -order) for tokens, order in ranks]
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, rank: _Rank) -> None:
+        heapq.heappush(self._heap, (-rank[0], -rank[1]))
+
+    def last(self) -> _Rank:
+        tokens, order = self._heap[0]
+        return (-tokens, -order)
+
+    def pop(self) -> _Rank:
+        tokens, order = heapq.heappop(self._heap)
+        return (-tokens, -order)
 
 
 class ArrivalRace:

@@ -383,7 +383,7 @@ class Round:
             if candidate is None:
                 break
             del self._waiting[0]
-            indices = self._to_launch(group)
+            indices = group.missing()
             group.state, group.replica_id = GroupState.RUNNING, candidate.name
             group.launch_finished_tokens = group.launch_finished_decoded = 0
             candidate.replica.running.add(group.draw.id)
@@ -394,10 +394,6 @@ class Round:
             commands.append(LaunchGroup(group.draw.id, candidate.name, indices))
         return commands
 
-    def _to_launch(self, group: Group) -> tuple[int, ...]:
-        """The responses that run when the group does."""
-        return group.missing()
-
     def _outstanding_of(self, replica: Replica) -> int:
         return sum(self._groups[draw].outstanding_tokens() for draw in replica.running)
 
@@ -405,7 +401,7 @@ class Round:
         replica = self._replicas.get(group.replica_id)
         if replica is not None and group.draw.id in replica.running:
             replica.running.discard(group.draw.id)
-            replica.used -= len(self._to_launch(group))
+            replica.used -= len(group.missing())
 
     def _emit(self) -> list[Command]:
         if not self._may_emit:

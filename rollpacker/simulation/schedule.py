@@ -6,14 +6,11 @@ idea is one field here, or one other field of the scenario.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.simulation.workload import TASKS, RecordedWorkload, Workload
-from rollpacker.types import Draw, DrawId
 
 _OTHER_EPOCH = 1000  # number of a launch that no run reaches: the same prompt, other noise
 _SAMPLE = 512  # draws
@@ -30,9 +27,6 @@ class Launched:
 
 
 Predictor = Callable[[Launched], float]  # tokens of one of its responses; 0: no idea
-RoundMaker = Callable[
-    [TailBatchingRules, RoundPlan, Sequence[Draw], Mapping[DrawId, int] | None], Round
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,6 @@ class Schedule:
     releases_by_cap: bool = False  # when the others could hold what runs at the cap
     releases_idle: bool = False  # only replicas that run nothing, as they become idle
     bubble_acceptance: Callable[[int], float] | None = None  # see `bubbles`; by age in steps
-    make_round: RoundMaker = Round
 
 
 PLAIN = Schedule()

@@ -17,7 +17,6 @@ from typing import Any
 from rollpacker.simulation import schedule as schedules
 from rollpacker.simulation.compare import model_for
 from rollpacker.simulation.parameters import Parameters
-from rollpacker.simulation.round_variants import CappedRound, ProbingRound
 from rollpacker.simulation.scenario import FRESH, MEASURED, PAPER, Scenario, ladder
 from rollpacker.simulation.simulator import Simulator, StepTrace
 from rollpacker.simulation.workload import MEASURED_ACCEPTANCE, MIX, Workload, WorkloadRules, by_age
@@ -42,12 +41,6 @@ def _scheduled(scenario: Scenario, **fields: Any) -> Scenario:
 
 def _ruled(scenario: Scenario, **fields: Any) -> Scenario:
     return dataclasses.replace(scenario, rules=dataclasses.replace(scenario.rules, **fields))
-
-
-def _capped(scenario: Scenario) -> Scenario:
-    """Level 0 to an eighth of the cap, level 1 to a quarter."""
-    cap = scenario.workload.cap
-    return _scheduled(scenario, make_round=partial(CappedRound, caps=(cap // 8, cap // 4)))
 
 
 def _small_groups(scenario: Scenario) -> Scenario:
@@ -75,8 +68,6 @@ IDEAS = (
     Idea("predicted_perfectly", _predicted(schedules.true_lengths)),
     Idea("spread_groups", partial(_scheduled, spreads_groups=True)),
     Idea("rebalance", partial(_scheduled, rebalances=True)),
-    Idea("group_probes", partial(_scheduled, make_round=ProbingRound)),
-    Idea("level_caps", _capped),
     Idea("small_groups", _small_groups),
     Idea("first_8_of_10", partial(_ruled, response_speculation_factor=1.25), needs_seeds=True),
     Idea("fill_in", partial(_scheduled, bubble_acceptance=_accepted_begun), needs_seeds=True),

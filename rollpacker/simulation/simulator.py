@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
+from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
 from rollpacker.simulation.bubbles import BubbleDraft, begin
 from rollpacker.simulation.engine_model import ReplicaModel
@@ -192,7 +193,7 @@ class Simulator:
         schedule = self.scenario.schedule
         expected = self._expected(draws, launchables)
         return RoundSimulation(
-            schedule.make_round(self.rules, planned, draws, expected),
+            Round(self.rules, planned, draws, expected),
             self.rules,
             planned,
             draws,

@@ -17,7 +17,7 @@ PARAMETERS = load_parameters()
 MODEL = dataclasses.replace(MODELS["7B"], gpus=4)
 BY_NAME = {idea.name: idea for idea in IDEAS}
 BIASED = ("small_groups", "first_8_of_10")  # they train other responses
-SAME_WINNERS = [name for name in BY_NAME if name not in (*BIASED, "level_caps", "fill_in")]
+SAME_WINNERS = [name for name in BY_NAME if name not in (*BIASED, "fill_in")]
 
 
 def scenario(*, paper: bool = False) -> Scenario:
