@@ -36,6 +36,11 @@ class Race(Protocol):
         """An entrant has all its responses; `key` is the longest one in tokens."""
         ...
 
+    def would_lose(self, draw: DrawId, key: int) -> list[DrawId]:
+        """Who would lose by what is known now, in launch order, if `draw` completed with `key`:
+        for whoever wants to look at them before they go. Nothing changes."""
+        ...
+
     def add(self, draw: DrawId) -> None:
         """One more entrant, in the place of one that was withdrawn: it wins unless it is withdrawn.
         It is trained behind the first entrants, which may have won before it was added."""
@@ -113,6 +118,20 @@ class TokenRace:
                 self._watch_contenders()
             self._lose_contenders_behind(last)
 
+    def would_lose(self, draw: DrawId, key: int) -> list[DrawId]:
+        if draw not in self._running or draw in self._protected:
+            return []
+        rank = (max(key, self._bounds[draw]), self._order[draw])
+        last = self._places.last_with(rank, self._free_places)
+        if last is None:
+            return []
+        if self._last_place() is None:
+            self._watch_contenders()
+        losers = self._contenders_behind(last)
+        for loser in losers:
+            self._contenders.push(self._rank(loser))
+        return sorted(losers - {draw}, key=self._order.__getitem__)
+
     def add(self, draw: DrawId) -> None:
         self._order[draw] = len(self._ids)
         self._ids.append(draw)
@@ -168,10 +187,17 @@ class TokenRace:
         self._contenders = _LastFirst(self._rank(draw) for draw in contenders)
 
     def _lose_contenders_behind(self, last: _Rank) -> None:
+        for draw in self._contenders_behind(last):
+            self._lose(draw)
+
+    def _contenders_behind(self, last: _Rank) -> set[DrawId]:
+        """Those that are behind this rank; they are not watched any more."""
+        found = set()
         while len(self._contenders) and self._contenders.last() > last:
             draw = self._ids[self._contenders.pop()[1]]
             if draw in self._running:
-                self._lose(draw)
+                found.add(draw)
+        return found
 
     def _lose(self, draw: DrawId) -> None:
         self._lost.add(draw)
@@ -195,6 +221,14 @@ class _LastFirst:
     def last(self) -> _Rank:
         tokens, order = self._heap[0]
         return (-tokens, -order)
+
+    def last_with(self, rank: _Rank, size: int) -> _Rank | None:
+        """The last of the first `size`, once `rank` is among them; None if they are fewer."""
+        if len(self._heap) < size - 1:
+            return None
+        dropped = len(self._heap) + 1 - size
+        last_ones = [(-tokens, -order) for tokens, order in self._heap[:3]]
+        return sorted([rank, *last_ones], reverse=True)[dropped]
 
     def pop(self) -> _Rank:
         tokens, order = heapq.heappop(self._heap)
@@ -225,6 +259,11 @@ class ArrivalRace:
         if draw not in self._protected:
             self._free_places -= 1
             self._close_if_full()
+
+    def would_lose(self, draw: DrawId, key: int) -> list[DrawId]:  # noqa: ARG002
+        if draw not in self._open or draw in self._protected or self._free_places != 1:
+            return []
+        return [other for other in self._open if other != draw and other not in self._protected]
 
     def add(self, draw: DrawId) -> None:
         self._open[draw] = None

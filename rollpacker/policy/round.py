@@ -125,6 +125,11 @@ class Round:
         """Running groups with more tokens than this in their longest response have lost."""
         return self._race.deciding_tokens
 
+    def would_lose(self, draw: DrawId, key: int) -> list[DrawId]:
+        """Running and waiting groups that lose, by what is known now, once `draw` is complete and
+        its longest response has `key` tokens."""
+        return self._race.would_lose(draw, key)
+
     @property
     def finished_share(self) -> float:
         """Responses that have finished, of all that the round samples, 0 to 1."""

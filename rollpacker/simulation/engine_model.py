@@ -5,11 +5,12 @@
           +-> WAITING <-+ (its tokens are kept, its KV is recomputed by a prefill when it returns)
 
 All running responses advance by one token per step, so between two events (a response ends, a
-marked token is reached, the KV cache is full) only a count of steps matters; their time is a
+watched token is reached, the KV cache is full) only a count of steps matters; their time is a
 quadratic in that count, because the KV cache grows by the batch in each step. Work per event is
 O(log n), whatever the number of tokens.
 
-Marks: `mark(group, tokens)` asks for an event when a response of that group reaches so many tokens.
+`watch(tokens)` asks for an event when a response has so many tokens, and at each token beyond,
+until its group leaves: one number for all, so it costs the same whatever runs.
 What never happens: a token is decoded twice (an eviction costs a prefill, not a decode); the KV
 cache holds more than its capacity, except for a single response that alone exceeds it.
 """
@@ -38,13 +39,14 @@ class RunningResponse:
     tokens: int = 0  # while it waits
     carried: int = 0  # tokens that it was launched with: a moved prefix, an accepted draft
     running: bool = False
-    mark: int = 0  # tokens at which the caller wants to hear of it; 0: not
+    is_watched: bool = True
+    watch_key: int = 0  # it is heard of so many steps behind the tokens that are watched for
     recomputes: bool = False  # its prompt is not shared with a group that is prefilled anyway
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A response has reached its end, or else its mark."""
+    """A response has reached its end, or else the tokens that are watched for."""
 
     response: RunningResponse
     tokens: int
@@ -68,6 +70,8 @@ class ReplicaModel:
         self._running: dict[RunningResponse, None] = {}  # in order of admission
         self._waiting: deque[RunningResponse] = deque()
         self._ends: list[tuple[int, int, RunningResponse]] = []  # (step, tie-break, response)
+        self._watched_tokens: int | None = None
+        self._watched: list[tuple[int, int, RunningResponse]] = []  # (key, ..), longest first
         self._pushes = 0
 
     # --- what the caller asks for -----------------------------------------------------------
@@ -96,12 +100,10 @@ class ReplicaModel:
             self._admit()
         return dropped
 
-    def mark(self, draw: DrawId, tokens: int) -> None:
-        """Hear of each unfinished response of the group when it reaches so many tokens."""
-        for response in self.groups.get(draw, {}).values():
-            response.mark = tokens
-            if response.running and self.step - response.offset < tokens:
-                self._push(response.offset + tokens, response)
+    def watch(self, tokens: int) -> list[Reached]:
+        """Hear from now on of each running response with so many tokens; those that have them."""
+        self._watched_tokens = tokens
+        return self._take_watched()
 
     def tokens_of(self, response: RunningResponse) -> int:
         """Tokens of an unfinished response at the last step boundary."""
@@ -150,17 +152,11 @@ class ReplicaModel:
     def _steps_to_event(self) -> int | None:
         if not self._running:
             return None
-        ends = self._ends
-        while True:
-            step, _, response = ends[0]
-            current = response.running and step - response.offset in (
-                response.length,
-                response.mark,
-            )
-            if current and step >= self.step:
-                break
-            heapq.heappop(ends)
-        steps = step - self.step
+        while not self._is_end(self._ends[0]):
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self.step
+        if (watched := self._watched_step()) is not None:
+            steps = min(steps, max(0, watched - self.step))
         if len(self._running) > 1:
             room = max(0, self.speed.kv_capacity - self.kv_tokens) // len(self._running)
             steps = min(steps, room)
@@ -194,20 +190,34 @@ class ReplicaModel:
         reached = []
         ends = self._ends
         while ends and ends[0][0] <= self.step:
-            step, _, response = heapq.heappop(ends)
-            if not response.running:
-                continue
-            tokens = step - response.offset
-            if tokens == response.length:
+            entry = heapq.heappop(ends)
+            response = entry[2]
+            if self._is_end(entry):
                 self._stop(response)
                 group = self.groups[response.draw]
                 del group[response.index]
                 if not group:
                     del self.groups[response.draw]
-                reached.append(Reached(response, tokens, finished=True))
-            elif tokens == response.mark:
-                reached.append(Reached(response, tokens, finished=False))
+                reached.append(Reached(response, response.length, finished=True))
+        return reached + self._take_watched()
+
+    def _take_watched(self) -> list[Reached]:
+        reached = []
+        while (step := self._watched_step()) is not None and step <= self.step:
+            assert self._watched_tokens is not None
+            response = heapq.heappop(self._watched)[2]
+            self._watch(response, self.step + 1 - self._watched_tokens)
+            reached.append(Reached(response, self.step - response.offset, finished=False))
         return reached
+
+    def _watched_step(self) -> int | None:
+        """When a response has the tokens that are watched for, next."""
+        if self._watched_tokens is None:
+            return None
+        watched = self._watched
+        while watched and not self._is_watched(watched[0]):
+            heapq.heappop(watched)
+        return watched[0][0] + self._watched_tokens if watched else None
 
     def _admit(self) -> None:
         """First come, first served, while the KV cache has room for what is known."""
@@ -231,9 +241,10 @@ class ReplicaModel:
         response.offset = self.step - response.tokens
         self.kv_tokens += need
         self._running[response] = None
-        self._push(response.offset + response.length, response)
-        if response.mark > response.tokens:
-            self._push(response.offset + response.mark, response)
+        self._pushes += 1
+        heapq.heappush(self._ends, (response.offset + response.length, self._pushes, response))
+        if response.is_watched:
+            self._watch(response, response.offset)
 
     def _stop(self, response: RunningResponse) -> None:
         response.tokens = self.step - response.offset
@@ -251,6 +262,15 @@ class ReplicaModel:
             self._waiting.appendleft(response)
             self.preemptions += 1
 
-    def _push(self, step: int, response: RunningResponse) -> None:
+    def _watch(self, response: RunningResponse, key: int) -> None:
+        response.watch_key = key
         self._pushes += 1
-        heapq.heappush(self._ends, (step, self._pushes, response))
+        heapq.heappush(self._watched, (key, self._pushes, response))
+
+    def _is_watched(self, entry: tuple[int, int, RunningResponse]) -> bool:
+        key, _, response = entry
+        return response.running and response.watch_key == key
+
+    def _is_end(self, entry: tuple[int, int, RunningResponse]) -> bool:
+        step, _, response = entry
+        return response.running and step - response.offset == response.length

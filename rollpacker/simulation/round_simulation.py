@@ -5,8 +5,8 @@
     replicas <---- LaunchGroup, AbortGroup;  reward <---- ScoreResponse;  trainer <---- EmitGroup
 
 Progress is told when it can decide something, never token by token: a race in tokens can only turn
-once the P0-th key stands, so from then on every running group is marked at that many tokens and is
-reported when it gets there. Before groups are let go, their tokens are reported, so that what the
+once the P0-th key stands, so from then on the replicas watch for responses of so many tokens, and
+their groups are reported. Before groups are let go, their tokens are reported, so that what the
 round counts as generated is what the replicas decoded.
 """
 
@@ -36,11 +36,13 @@ from rollpacker.policy.events import (
     ResponseScored,
 )
 from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
 from rollpacker.simulation.reward_model import RewardModel
 from rollpacker.simulation.schedule import PLAIN, Schedule
 from rollpacker.types import Draw, DrawId
+
+_SAME_TIME_DIGITS = 6  # of seconds: what happens within a microsecond is simultaneous
 
 
 class SimulationError(RuntimeError):
@@ -91,6 +93,16 @@ class RoundTrace:
     meter: EngineMeter | None = None  # of the engines' speed, where somebody wants it
 
 
+@dataclass(slots=True)
+class _Launch:
+    """The newest launch of a group."""
+
+    number: int  # of the launches of the round
+    replica_id: str  # as the round said
+    carried_tokens: int  # that it was given
+    finished_tokens: int = 0  # of its responses
+
+
 class RoundSimulation:
     """See the top of the file. Use once."""
 
@@ -130,14 +142,12 @@ class RoundSimulation:
         self._releases = 0
         self._where: dict[DrawId, tuple[str, ...]] = {}  # running groups -> their replicas
         self._moved: dict[DrawId, list[RunningResponse]] = {}  # off a released replica
-        self._launched_on: dict[DrawId, str] = {}  # replica, as the round said
-        self._launch_finished: dict[DrawId, int] = {}  # tokens of responses of this launch
-        self._launch_carried: dict[DrawId, int] = {}  # tokens that this launch was given
-        self._told: dict[DrawId, int] = {}  # longest response, as last reported
+        self._launches: dict[DrawId, _Launch] = {}
+        self._launch_count = 0
         self._complete = 0
-        self._threshold: int | None = None
-        # (when, what comes first at that time, what): replicas in their order, then scores.
-        self._queue: list[tuple[float, int, tuple[str, int] | ResponseScored]] = []
+        self._threshold: int | None = None  # tokens that the replicas watch for
+        # (when, its turn at that time, when exactly, what): replicas in their order, then scores.
+        self._queue: list[tuple[float, int, float, tuple[str, int] | ResponseScored]] = []
         self._places = {name: place for place, name in enumerate(self.replicas)}
         self._scores = 0
         self._versions = dict.fromkeys(self.replicas, 0)
@@ -147,13 +157,11 @@ class RoundSimulation:
     def run(self) -> RoundTrace:
         """To the end of the round. Raises SimulationError if nothing can happen any more."""
         self._join()
-        if (self.round.deciding_tokens or 0) > 0:  # somebody has lost already
-            self._mark_running()
         self._plan_events()
         while not self.round.over:
             if not self._queue:
                 raise SimulationError(f"the round hangs: {self.round.outstanding()}")
-            at, _, item = heapq.heappop(self._queue)
+            _, _, at, item = heapq.heappop(self._queue)
             self.now = max(self.now, at)
             if isinstance(item, ResponseScored):
                 self._tell(item)
@@ -189,7 +197,7 @@ class RoundSimulation:
             if reached.finished:
                 self._response_finished(reached)
             else:
-                self._at_mark(response.draw, reached.tokens)
+                self._report(response.draw)
         if self._schedule.rebalances:
             self._rebalance()
         self._release()
@@ -207,7 +215,7 @@ class RoundSimulation:
                 return
         finished[response.index] = reached.tokens
         self.finished_responses += 1
-        self._launch_finished[draw] += reached.tokens
+        self._launches[draw].finished_tokens += reached.tokens
         carried = self.trace.carried_tokens
         carried[draw] = carried.get(draw, 0) + response.carried
         if completes:
@@ -218,43 +226,36 @@ class RoundSimulation:
             ResponseFinished(self.now, draw, response.index, reached.tokens, response.carried)
         )
         if completes and self._complete >= self.plan.keep:
-            self._mark_running()
+            self._watch_running()
 
     def _before_completion(self, draw: DrawId, tokens: int) -> None:
         """Tell the tokens of all that this completion may let go."""
-        if self._complete + 1 >= self.plan.keep:
+        if self._threshold is not None:
             key = max([tokens, *self._finished[draw].values()])
-            for other in [d for d in self._where if d != draw and self._may_lose(d, key)]:
+            leaving = self.round.would_lose(draw, key)
+        else:
+            fills = self._complete + 1 >= self.plan.keep
+            leaving = [other for other in self._where if other != draw] if fills else []
+        for other in leaving:
+            if other in self._where:
                 self._report(other)
         if self.plan.response_count > self.rules.responses_per_prompt:
             self._report(draw, just_finished=tokens)
 
-    def _may_lose(self, draw: DrawId, key: int) -> bool:
-        """Whether the round may let go of a group, for what it knows of it, once `key` stands."""
-        if self.rules.race is RaceKind.ARRIVAL or self._threshold is None:
-            return True
-        known = max(self._finished.get(draw, {}).values(), default=0)
-        return max(known, self._told.get(draw, 0)) >= key
-
-    def _mark_running(self) -> None:
-        """The P0-th key stands or has come down: who is beyond it loses, the rest is marked."""
-        while (threshold := self.round.deciding_tokens) is not None and (
-            self._threshold is None or threshold < self._threshold
-        ):
-            self._threshold = threshold
-            for draw in list(self._where):
-                self._at_mark(draw, self._longest(draw))
-
-    def _at_mark(self, draw: DrawId, tokens: int) -> None:
-        threshold = self._threshold
-        if threshold is None or draw not in self._where:
+    def _watch_running(self) -> None:
+        """The P0-th key stands or has come down: who is beyond it loses, the rest is watched."""
+        threshold = self.round.deciding_tokens
+        if threshold is None or threshold == self._threshold:
             return
-        if tokens >= threshold:
-            self._report(draw)
-        if draw in self._where:  # a tie may still win: one more token decides
-            for name in self._where[draw]:
-                self.replicas[name].mark(draw, threshold if tokens < threshold else tokens + 1)
-                self._dirty.add(name)
+        self._threshold = threshold
+        beyond = set()
+        for name, replica in self.replicas.items():
+            replica.advance(self.now)
+            beyond |= {reached.response.draw for reached in replica.watch(threshold)}
+            self._dirty.add(name)
+        for draw in sorted(beyond, key=lambda draw: self._launches[draw].number):
+            if draw in self._where:  # a report before may have cost it the race
+                self._report(draw)
 
     def _running_tokens(self, draw: DrawId) -> list[int]:
         """Of each unfinished response of a group."""
@@ -271,9 +272,9 @@ class RoundSimulation:
     def _report(self, draw: DrawId, just_finished: int = 0) -> None:
         longest = max(self._longest(draw), just_finished)
         running = sum(self._running_tokens(draw))
-        total = running + just_finished + self._launch_finished[draw]
-        self._told[draw] = longest
-        self._tell(ProgressReported(self.now, draw, longest, total, self._launch_carried[draw]))
+        launch = self._launches[draw]
+        total = running + just_finished + launch.finished_tokens
+        self._tell(ProgressReported(self.now, draw, longest, total, launch.carried_tokens))
 
     def _plan_events(self) -> None:
         """Put the next event of each replica that changed into the queue."""
@@ -283,13 +284,15 @@ class RoundSimulation:
             self._versions[name] += 1
             at = self.replicas[name].next_event_at()
             if at != float("inf"):
-                item = (name, self._versions[name])
-                heapq.heappush(self._queue, (at, self._places[name], item))
+                self._push(at, self._places[name], (name, self._versions[name]))
         self._dirty.clear()
 
     def _push_score(self, item: ResponseScored) -> None:
         self._scores += 1
-        heapq.heappush(self._queue, (item.at, len(self._places) + self._scores, item))
+        self._push(item.at, len(self._places) + self._scores, item)
+
+    def _push(self, at: float, turn: int, item: tuple[str, int] | ResponseScored) -> None:
+        heapq.heappush(self._queue, (round(at, _SAME_TIME_DIGITS), turn, at, item))
 
     def _release(self) -> None:
         """Hand replicas over to training; their groups move and keep their tokens."""
@@ -334,7 +337,7 @@ class RoundSimulation:
         for name in leaving:
             del self.replicas[name]
         for draw in draws:
-            self._tell(GroupInterrupted(self.now, draw, self._launched_on[draw]))
+            self._tell(GroupInterrupted(self.now, draw, self._launches[draw].replica_id))
 
     # --- commands ---------------------------------------------------------------------------
 
@@ -371,10 +374,8 @@ class RoundSimulation:
 
     def _launch(self, command: LaunchGroup) -> None:
         draw = command.draw
-        self._launched_on[draw] = command.replica_id
         known = self._launchables[draw]
         moved = {response.index: response.tokens for response in self._moved.pop(draw, ())}
-        self._launch_finished[draw] = 0
         responses = []
         for index in command.indices:
             given = moved.get(index, known.carried[index] if known.carried else 0)
@@ -386,16 +387,17 @@ class RoundSimulation:
                     known.prompt_tokens,
                     tokens=given,
                     carried=given,
+                    is_watched=draw not in self.plan.protected,
                 )
             )
-        self._launch_carried[draw] = sum(response.carried for response in responses)
+        self._launch_count += 1
+        carried = sum(response.carried for response in responses)
+        self._launches[draw] = _Launch(self._launch_count, command.replica_id, carried)
         shares = self._shares(command.replica_id, responses)
         self._where[draw] = tuple(shares)
         for name, share in shares.items():
             self.replicas[name].launch(self.now, share)
             self._dirty.add(name)
-            if self._threshold is not None:
-                self.replicas[name].mark(draw, self._threshold)
 
     def _shares(
         self, first: str, responses: list[RunningResponse]

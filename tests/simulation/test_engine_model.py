@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -114,14 +115,59 @@ def test_an_abort_gives_back_the_tokens_so_far_and_frees_the_cache() -> None:
     assert replica.next_event_at() == math.inf
 
 
-def test_a_mark_is_reached_once_at_its_token() -> None:
-    replica = ReplicaModel("r", SPEED)
-    replica.launch(0.0, responses([10, 30]))
-    replica.mark(DrawId(0, "a"), 20)
+def heard(replica: ReplicaModel) -> list[tuple[int, int, bool]]:
+    """(index, tokens, whether it has finished) of every event until the replica is idle."""
     seen = []
     while replica.next_event_at() < math.inf:
         seen += [(r.response.index, r.tokens, r.finished) for r in replica.run_to_event()]
-    assert seen == [(0, 10, True), (1, 20, False), (1, 30, True)]
+    return seen
+
+
+def test_a_response_is_heard_of_at_the_tokens_that_are_watched_for_and_at_each_beyond() -> None:
+    replica = ReplicaModel("r", SPEED)
+    replica.launch(0.0, responses([10, 23]))
+    assert replica.watch(20) == []
+    beyond = [(1, tokens, False) for tokens in (20, 21, 22)]
+    assert heard(replica) == [(0, 10, True), *beyond, (1, 23, True)]
+
+
+def test_whoever_has_the_tokens_when_fewer_are_watched_for_is_told_at_once() -> None:
+    replica = ReplicaModel("r", SPEED)
+    ahead, behind = responses([30], "ahead"), responses([30], "behind")
+    behind[0].is_watched = False
+    replica.launch(0.0, ahead)
+    replica.launch(replica.now, behind)
+    replica.watch(25)
+    replica.advance(replica.now + 15 * SPEED.step_seconds(2, 100))
+    assert 10 < replica.step < 25
+    assert [(r.response, r.tokens) for r in replica.watch(10)] == [(ahead[0], replica.step)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=8),
+    st.integers(1, 30),
+)
+def test_watching_changes_no_time(lengths: list[tuple[int, int]], tokens: int) -> None:
+    """Also where evicted responses come back with the tokens that they had."""
+    tight = replace(SPEED, kv_capacity=60)
+    ends = []
+    for watches in (False, True):
+        replica = ReplicaModel("r", tight)
+        for number, (length, carried) in enumerate(lengths):
+            one = responses([length], str(number))
+            one[0].tokens = min(carried, length - 1)
+            replica.launch(0.0, one)
+        if watches:
+            replica.watch(tokens)
+        finished = {}
+        while replica.next_event_at() < math.inf:
+            for reached in replica.run_to_event():
+                assert reached.finished or reached.tokens >= tokens
+                if reached.finished:
+                    finished[reached.response.draw] = replica.now
+        ends.append(finished)
+    assert ends[1] == pytest.approx(ends[0])
+    assert len(ends[0]) == len(lengths)
 
 
 def test_a_larger_tensor_parallel_size_decodes_faster_and_holds_more() -> None:

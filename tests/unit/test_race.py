@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -54,6 +55,12 @@ class PlainRace:
         if self.is_running(draw):
             self.gone.add(draw)
 
+    def would_lose(self, draw: DrawId, key: int) -> list[DrawId]:
+        after = copy.deepcopy(self)
+        after.complete(draw, key)
+        others = [other for other in self.entrants if self.is_running(other) and other != draw]
+        return [other for other in others if after.has_lost(other)]
+
     def take_winners(self) -> list[DrawId]:
         left = [draw for draw in self.entrants if draw not in self.gone and not self.has_lost(draw)]
         winners = []
@@ -96,6 +103,8 @@ def test_a_token_race_is_its_rule_after_any_calls(data: st.DataObject) -> None:
         if draw not in plain.entrants and name != "add":
             continue
         arguments = (draw, at_least) if name in ("progress", "complete") else (draw,)
+        if name == "complete":
+            assert race.would_lose(draw, at_least) == plain.would_lose(draw, at_least)
         getattr(race, name)(*arguments)
         getattr(plain, name)(*arguments)
         assert race.deciding_tokens == plain.deciding_tokens
