@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rollpacker.rpc.errors import UnavailableError
-from services.trainer.model import ModelNotFoundError
+from services.trainer.model_loading import ModelNotFoundError
 from services.trainer.packing import Window
 from services.trainer.ranks import Ranks
 from services.trainer.replica import (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollpacker.refit.adapter import PREFIX, add_product
+from services.trainer.model_loading import in_dtype
 
 _BASE = ".base_layer."
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -43,10 +44,10 @@ class Lora:
         }
 
 
-def add_adapter(module: nn.Module, lora: Lora) -> None:
+def add_adapter(module: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Freeze a transformers model and put the trained matrices beside its linear layers.
 
-    They begin the same on every rank and in every process.
+    They begin the same on every rank and in every process, in `dtype`.
     """
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
 
@@ -54,7 +55,7 @@ def add_adapter(module: nn.Module, lora: Lora) -> None:
         r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     module.requires_grad_(False)
-    with torch.random.fork_rng():
+    with in_dtype(module, dtype), torch.random.fork_rng():  # peft takes over that of the layer
         torch.manual_seed(0)
         inject_adapter_in_model(config, module)
 

@@ -17,21 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from services.trainer.chunked_head import can_replace_head, head_replaced
 from services.trainer.logprobs import token_logprobs
 from services.trainer.lora import Lora, adapter_only, add_adapter, base_only, merged
+from services.trainer.model_loading import MappedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 _WHOLE_LOGITS = 1 << 26  # logits of a micro-batch that may exist at once: 256 MiB in float32
-
-
-class ModelNotFoundError(Exception):
-    """There is no model in the directory that transformers can load; the message says why."""
 
 
 class PolicyModel:
@@ -54,12 +49,11 @@ class PolicyModel:
         self.device = device
         self.compute_dtype = _DTYPES[dtype]
         master = torch.float64 if dtype == "float64" else torch.float32
-        self.module = _load(directory, master)
+        mapped = MappedModel(directory, master)
+        self.module = mapped.module
         self.lora = lora
         if lora is not None:
-            add_adapter(self.module, lora)
-        if mesh is None:
-            self.module.to(device)
+            add_adapter(self.module, lora, master)
         if activation_checkpointing:
             _compute_layers_again(self.module)
         self._can_replace_head = can_replace_head(self.module)
@@ -67,6 +61,7 @@ class PolicyModel:
         self._sharded = mesh is not None
         if mesh is not None:
             _shard(self.module, mesh, self.compute_dtype)
+        mapped.to_master(device if mesh is None else None)
 
     def logprobs(
         self, input_ids: Tensor, target_ids: Tensor, temperature: float
@@ -136,24 +131,6 @@ class PolicyModel:
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
-    if not (directory / "config.json").is_file():
-        raise ModelNotFoundError(f"no config.json in {directory}; give a transformers directory")
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{directory} cannot be loaded: {error}") from error
-    module.train(False)  # no dropout; gradients flow all the same
-    return cast(nn.Module, module)
-
-
 def _compute_layers_again(module: nn.Module) -> None:
     """Checkpoint the activations of each layer.
 
@@ -172,8 +149,8 @@ def _shard(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> N
     gloo has no pre-multiplied sum, so the division is switched off by forcing plain sums; that
     must be said to every FSDP module, not to the root alone.
 
-    The parameters come in host memory: FSDP moves each block to the device and keeps a shard of it
-    before it takes the next one, so the device never holds the whole model.
+    The parameters are still in their files: FSDP moves each block to the device and keeps a shard
+    of it before it takes the next one, so neither host nor device ever holds the whole model.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype == torch.bfloat16:

@@ -29,7 +29,7 @@ from services.trainer.checkpoint import Checkpoint, CheckpointRecord, Checkpoint
 from services.trainer.checkpoint_writer import CheckpointWriter
 from services.trainer.leader import Leader
 from services.trainer.metrics import step_metrics
-from services.trainer.model import ModelNotFoundError
+from services.trainer.model_loading import ModelNotFoundError
 from services.trainer.open_step import OpenStep
 from services.trainer.redis_retry import through_restarts
 from services.trainer.replica import Open, PutAway

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from services.trainer import checkpoint
-from services.trainer.model import ModelNotFoundError, PolicyModel
+from services.trainer.model import PolicyModel
+from services.trainer.model_loading import ModelNotFoundError
 from services.trainer.offload import Offload
 from services.trainer.packing import Window
 from services.trainer.ranks import Ranks
