@@ -255,6 +255,7 @@ class EngineStats:
     kv_budget_tokens: int = 0
     slot_count: int = 0
     generated_token_count: int = 0
+    context_tokens: int = 0  # of the model that it holds; 0: it holds none
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,7 @@ def engine_stats_to_proto(stats: types.EngineStats) -> rollout_service_pb2.Engin
         kv_budget_tokens=stats.kv_budget_tokens,
         slot_count=stats.slot_count,
         generated_token_count=stats.generated_token_count,
+        context_tokens=stats.context_tokens,
     )
 
 
@@ -296,6 +297,7 @@ def engine_stats_from_proto(stats: rollout_service_pb2.EngineStats) -> types.Eng
         kv_budget_tokens=stats.kv_budget_tokens,
         slot_count=stats.slot_count,
         generated_token_count=stats.generated_token_count,
+        context_tokens=stats.context_tokens,
     )
 
 

@@ -232,7 +232,9 @@ class CoordinatorServiceServicer:
         normaliser `response_cap` stays at the cap that the run was started with.
         A run that is not active takes the change up when it goes on.
         Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
-        INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+        INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
+        run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
+        budget of a rollout replica.
         FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

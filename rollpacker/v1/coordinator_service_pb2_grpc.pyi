@@ -78,7 +78,9 @@ class CoordinatorServiceStub:
     normaliser `response_cap` stays at the cap that the run was started with.
     A run that is not active takes the change up when it goes on.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
-    INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+    INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
+    run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
+    budget of a rollout replica.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
     """
     ForceLongRound: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ForceLongRoundRequest, _coordinator_service_pb2.ForceLongRoundResponse]
@@ -240,7 +242,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     normaliser `response_cap` stays at the cap that the run was started with.
     A run that is not active takes the change up when it goes on.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
-    INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+    INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
+    run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
+    budget of a rollout replica.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
     """
     ForceLongRound: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ForceLongRoundRequest, _coordinator_service_pb2.ForceLongRoundResponse]  # type: ignore[assignment]
@@ -441,7 +445,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         normaliser `response_cap` stays at the cap that the run was started with.
         A run that is not active takes the change up when it goes on.
         Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
-        INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed.
+        INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
+        run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
+        budget of a rollout replica.
         FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
         """
 

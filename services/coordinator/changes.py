@@ -90,7 +90,9 @@ def settings_in_force(state: RunState) -> RunSettings:
     return parse_run_settings(merge_settings(state.settings, state.updated_settings))
 
 
-def checked_update(state: RunState, later: Sequence[Change], values: Mapping[str, Any]) -> Change:
+def checked_update(
+    state: RunState, later: Sequence[Change], values: Mapping[str, Any]
+) -> UpdateSettings:
     """An update as it may be logged, after the changes that the log holds already.
 
     Raises SettingsError for what may not be changed, or does not fit.

@@ -93,6 +93,11 @@ class RunDriver:
         """SaveCheckpoint; returns the version that it holds."""
         return await self._trainer.save_checkpoint()
 
+    def lengths(self) -> tuple[int, int, str]:
+        """Tokens of the longest prompt; of the longest sequence that every rollout replica takes, 0
+        while none is known; and the replica that takes no longer one."""
+        return (self.prompts.longest(), *self._context.workers.shortest_context())
+
     async def _go_on(self) -> str:
         """Step after step; a paused run asks nobody until it is resumed."""
         await self._store.claim(self._context.fence)

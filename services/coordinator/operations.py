@@ -28,6 +28,7 @@ from services.coordinator.changes import (
     DropDraws,
     ForceLongRound,
     RequeueDraws,
+    UpdateSettings,
     change_from_json,
     change_to_json,
     checked_update,
@@ -108,6 +109,7 @@ class RunOperations:
         state = await self._changeable(run_id)
         try:
             change = checked_update(state, await self._pending(state), values)
+            self._check_lengths(run_id, change)
         except SettingsError as error:
             raise invalid_settings(error) from error
         return await self._append(run_id, change)
@@ -214,6 +216,20 @@ class RunOperations:
         if state.status == "succeeded":
             raise FailedPreconditionError("RUN_ENDED", f"run {run_id} has succeeded")
         return state
+
+    def _check_lengths(self, run_id: str, change: UpdateSettings) -> None:
+        """Raises SettingsError for a cap with which a replica would refuse the longest prompt."""
+        cap = change.settings.get("sampling", {}).get("max_response_tokens")
+        active = self._runs.active(run_id)
+        if cap is None or active is None or active.driver is None:
+            return
+        longest, limit, name = active.driver.lengths()
+        if limit and longest + cap > limit:
+            problem = (
+                f"{cap} and the longest prompt of {longest} tokens make {longest + cap}; {name}"
+                f" takes {limit}: give {max(limit - longest, 0)} at most, or raise its limit"
+            )
+            raise SettingsError([("sampling.max_response_tokens", problem)])
 
     async def _pending(self, state: RunState) -> list[Change]:
         store = self._runs.store(state.run_id)

@@ -93,6 +93,12 @@ class PromptSource:
         added = self._added_by_id.get(prompt_id)
         return added.domain if added else self._data.dataset.domain_of(prompt_id)
 
+    def longest(self) -> int:
+        """Tokens of the longest prompt that the run samples, held-out ones included."""
+        held_out = self._data.validation.values()
+        sets = (self._data.dataset, self._added, *held_out)
+        return max((len(prompt.token_ids) for prompts in sets for prompt in prompts), default=0)
+
     def left(self, state: RunState) -> int:
         """Prompts that are not drawn yet, in all epochs."""
         of_data = self._data.dataset.remaining(DataCursor.from_json(state.cursor))

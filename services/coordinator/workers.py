@@ -86,6 +86,18 @@ class WorkerRegistry:
         ]
         return sorted(found, key=lambda worker: (worker.kind, worker.worker_id))
 
+    def shortest_context(self) -> tuple[int, str]:
+        """Tokens of the longest sequence that every rollout replica takes, by what is known of them
+        now, and the replica that takes no longer one; 0: nothing is known."""
+        known = [
+            (limit, worker.worker_id)
+            for worker in self.alive(pb.WORKER_KIND_ROLLOUT)
+            if (stats := worker.engine_stats) is not None
+            for limit in (stats.context_tokens, stats.kv_budget_tokens)
+            if limit > 0
+        ]
+        return min(known, default=(0, ""))
+
     async def wait_for_change(self, seconds: float) -> None:
         """Return when a worker has come, or after `seconds`."""
         self._changed.clear()

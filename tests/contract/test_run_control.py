@@ -349,6 +349,34 @@ async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluste
         assert (await c.get()).pending_change_count == 0
 
 
+async def test_a_cap_that_a_replica_could_not_serve_is_refused_while_the_run_is_active(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 1)
+        name = next(iter(cluster.addresses))
+        address, kind = cluster.addresses[name]
+        limits = {"context_tokens": 80, "kv_budget_tokens": 64}
+        await c.stub.Heartbeat(
+            pb.HeartbeatRequest(worker_id=name, address=address, kind=kind, engine_stats=limits)
+        )
+        driver = c.runs.active("r")
+        assert driver is not None
+        assert driver.driver is not None
+        longest, limit, replica = driver.driver.lengths()
+        assert (limit, replica) == (64, name)
+        for too_long in (64, 64 - longest + 1):
+            with pytest.raises(InvalidArgumentError) as caught:
+                await update(c, sampling={"max_response_tokens": too_long})
+            problem = dict(caught.value.violations)["settings.sampling.max_response_tokens"]
+            assert f"{too_long} and" in problem
+            assert f"give {64 - longest} at most" in problem
+        assert (await c.get()).pending_change_count == 0
+        run = await update(c, sampling={"max_response_tokens": 64 - longest})
+        assert run.pending_change_count == 1
+
+
 async def test_a_step_that_failed_by_a_setting_begins_anew_with_the_next_value(
     cluster: Cluster,
 ) -> None:

@@ -412,6 +412,9 @@ async def test_a_response_that_can_never_fit_is_refused(make_engine, settings, l
     engine = await make_engine(**settings)
     with pytest.raises(PromptTooLongError, match=named):
         await run(engine, [request(max_response_tokens=longest)])
+    stats = engine.stats()
+    told = min(stats.context_tokens, stats.kv_budget_tokens)
+    assert longest + len(PROMPT) > told >= longest + len(PROMPT) - 1
     assert await run(engine, [request(max_response_tokens=80)])
 
 

@@ -198,6 +198,7 @@ class SglangEngine:
             kv_budget_tokens=self._options.kv_budget_tokens,
             slot_count=slots,
             generated_token_count=self._counters.generated_tokens,
+            context_tokens=self._context(self._model) if self._model else 0,
         )
 
     async def wait_failed(self) -> EngineError:
@@ -271,11 +272,15 @@ class SglangEngine:
 
     # Requests:
 
-    def _check(self, request: GenerationRequest, model: ModelDirectory) -> None:
+    def _context(self, model: ModelDirectory) -> int:
+        """Tokens of the longest sequence."""
         context = min(model.context, self._options.max_context_tokens or model.context)
+        return context - RESERVED_TOKENS
+
+    def _check(self, request: GenerationRequest, model: ModelDirectory) -> None:
         check_request(
             request,
-            context=context - RESERVED_TOKENS,
+            context=self._context(model),
             kv_budget=self._options.kv_budget_tokens,
             vocabulary=model.vocabulary,
         )

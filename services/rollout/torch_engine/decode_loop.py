@@ -172,6 +172,7 @@ class DecodeLoop:
             kv_budget_tokens=scheduler.kv_budget_tokens,
             slot_count=scheduler.slot_count,
             generated_token_count=self._generated_tokens,
+            context_tokens=self.limits[0],
         )
 
     def _refuse_while_busy(self, what: str) -> None:
