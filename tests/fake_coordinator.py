@@ -88,6 +88,7 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
         known = self._runs.get(request.run_id)
         if known is None:
             known = _run(request.run_id, pb.Run.STATE_RUNNING, 0, settings=request.settings)
+            known.pause_at_step = request.until_step
             self._runs[request.run_id] = known
         elif MessageToDict(known.settings) != values:
             raise errors.AlreadyExistsError(

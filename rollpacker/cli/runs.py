@@ -14,7 +14,7 @@ from rollpacker.cli import watch as live
 from rollpacker.cli.console import print_json, print_table
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
 from rollpacker.cli.failures import WORK_FAILED, CommandError, told_in_one_line
-from rollpacker.cli.reports import AsJson, RunId, ask
+from rollpacker.cli.reports import LARGEST, AsJson, RunId, ask
 from rollpacker.settings import RunSettings, load_run_settings
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
@@ -35,6 +35,9 @@ def submit(
     queue: Annotated[
         bool, typer.Option("--queue", help="Wait for the end of the run that is active.")
     ] = False,
+    until_step: Annotated[
+        int, typer.Option(min=0, max=LARGEST, help="Pause after so many steps; 0: do not.")
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print the resolved settings, as YAML.")
     ] = False,
@@ -49,7 +52,7 @@ def submit(
 
     async def work(server: Coordinator) -> None:
         name = run_id or default_run_id(config)
-        started = await server.start_run(name, settings, queue=queue)
+        started = await server.start_run(name, settings, queue=queue, until_step=until_step)
         line = run_view.run_line(started)
         print(line, flush=True)
         if watch:

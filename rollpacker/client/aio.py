@@ -54,10 +54,18 @@ class AsyncClient:
     # --- the life of a run --------------------------------------------------------------------
 
     async def start_run(
-        self, run_id: str, settings: RunSettings | Mapping[str, Any], *, queue: bool = False
+        self,
+        run_id: str,
+        settings: RunSettings | Mapping[str, Any],
+        *,
+        queue: bool = False,
+        until_step: int = 0,
     ) -> pb.Run:
-        """Start or resume a run; with `queue` it waits for its turn."""
-        request = pb.StartRunRequest(run_id=run_id, settings=_settings(settings), queue=queue)
+        """Start or resume a run; with `queue` it waits for its turn, with `until_step` it pauses
+        when so many steps are committed."""
+        request = pb.StartRunRequest(
+            run_id=run_id, settings=_settings(settings), queue=queue, until_step=until_step
+        )
         return (await self._call(self._stub.StartRun, request, _LONG_DEADLINE_SECONDS)).run
 
     async def validate_run(self, run_id: str, settings: RunSettings | Mapping[str, Any]) -> None:

@@ -78,9 +78,16 @@ class Client:
     # --- the life of a run --------------------------------------------------------------------
 
     def start_run(
-        self, run_id: str, settings: RunSettings | Mapping[str, Any], *, queue: bool = False
+        self,
+        run_id: str,
+        settings: RunSettings | Mapping[str, Any],
+        *,
+        queue: bool = False,
+        until_step: int = 0,
     ) -> pb.Run:
-        return self._wait(self._client.start_run(run_id, settings, queue=queue))
+        return self._wait(
+            self._client.start_run(run_id, settings, queue=queue, until_step=until_step)
+        )
 
     def validate_run(self, run_id: str, settings: RunSettings | Mapping[str, Any]) -> None:
         self._wait(self._client.validate_run(run_id, settings))

@@ -343,12 +343,15 @@ class StartRunRequest(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
+    UNTIL_STEP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """See Run.run_id."""
     validate_only: _builtins.bool
     """Check and resolve only; nothing starts."""
     queue: _builtins.bool
     """Wait for the end of the active run, and of those that wait already."""
+    until_step: _builtins.int
+    """Pause when so many steps are committed, as ResumeRun does; 0: go on to the end."""
     @_builtins.property
     def settings(self) -> _struct_pb2.Struct:
         """The run's settings, as in a run file; unknown keys are refused with the nearest valid name."""
@@ -360,10 +363,11 @@ class StartRunRequest(_message.Message):
         settings: _struct_pb2.Struct | None = ...,
         validate_only: _builtins.bool = ...,
         queue: _builtins.bool = ...,
+        until_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "run_id", b"run_id", "settings", b"settings", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "run_id", b"run_id", "settings", b"settings", "until_step", b"until_step", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,7 +163,10 @@ class CoordinatorServiceServicer:
 
     def StartRun(self, request, context):
         """Starts a run, or resumes one that was interrupted.
-        Repeat: the same run_id with the same settings returns the run as it is.
+        With until_step it pauses when so many steps are committed; one that has come so far pauses at
+        once. A run of the queue keeps it for its turn.
+        Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
+        or waits, until_step changes nothing.
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
         INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
         FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the

@@ -35,7 +35,10 @@ class CoordinatorServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CoordinatorServiceAsyncStub: ...
     StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.StartRunRequest, _coordinator_service_pb2.StartRunResponse]
     """Starts a run, or resumes one that was interrupted.
-    Repeat: the same run_id with the same settings returns the run as it is.
+    With until_step it pauses when so many steps are committed; one that has come so far pauses at
+    once. A run of the queue keeps it for its turn.
+    Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
+    or waits, until_step changes nothing.
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
     INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
     FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
@@ -199,7 +202,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.StartRunRequest, _coordinator_service_pb2.StartRunResponse]  # type: ignore[assignment]
     """Starts a run, or resumes one that was interrupted.
-    Repeat: the same run_id with the same settings returns the run as it is.
+    With until_step it pauses when so many steps are committed; one that has come so far pauses at
+    once. A run of the queue keeps it for its turn.
+    Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
+    or waits, until_step changes nothing.
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
     INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
     FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
@@ -366,7 +372,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.StartRunResponse, _abc.Awaitable[_coordinator_service_pb2.StartRunResponse]]:
         """Starts a run, or resumes one that was interrupted.
-        Repeat: the same run_id with the same settings returns the run as it is.
+        With until_step it pauses when so many steps are committed; one that has come so far pauses at
+        once. A run of the queue keeps it for its turn.
+        Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
+        or waits, until_step changes nothing.
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
         INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
         FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the

@@ -160,11 +160,15 @@ class Runs:
         elif state.status == "stopping":  # nobody drives it, so it has stopped
             await self.store(run_id).set_status(self.fence(), "stopped")
         elif state.status in ("running", "pausing", "queued"):
-            await self._queue_up(run_id, only_from=(state.status,))
+            await self._queue_up(run_id, state.pause_at, only_from=(state.status,))
 
-    async def _queue_up(self, run_id: str, *, only_from: Sequence[str]) -> None:
+    async def _queue_up(
+        self, run_id: str, pause_at: int | None, *, only_from: Sequence[str]
+    ) -> None:
         """The status comes first: an entry of the queue that is not queued is taken out."""
-        if await self.store(run_id).set_status(self.fence(), "queued", only_from=only_from):
+        if await self.store(run_id).set_status(
+            self.fence(), "queued", pause_at=pause_at, only_from=only_from
+        ):
             await self._queue.add(run_id)
 
     async def _start_queued(self, run_id: str) -> None:
@@ -172,7 +176,9 @@ class Runs:
             return  # StartRun was faster
         self._active = ActiveRun(run_id)
         store, fence = RunStore(self._redis, run_id), self.fence()
-        if await store.set_status(fence, "running", only_from=("queued",)):
+        waiting = await self._readable(run_id)
+        pause_at = waiting.pause_at if waiting else None
+        if await store.set_status(fence, "running", pause_at=pause_at, only_from=("queued",)):
             _log.info("it is the turn of run %s", run_id)
             await store.reopen_step(fence)
             await self._begin_or_fail(run_id)
@@ -192,14 +198,22 @@ class Runs:
     # --- what the RPCs ask for ----------------------------------------------------------------
 
     async def start(
-        self, run_id: str, values: Mapping[str, Any], *, validate_only: bool, queue: bool = False
+        self,
+        run_id: str,
+        values: Mapping[str, Any],
+        *,
+        validate_only: bool,
+        queue: bool = False,
+        until_step: int = 0,
     ) -> RunState:
         """StartRun. Raises InvalidArgumentError, AlreadyExistsError, FailedPreconditionError."""
         if not _RUN_ID.fullmatch(run_id):
             raise InvalidArgumentError.field(
                 "run_id", f"{run_id!r} is not 1 to 64 of a-z, 0-9, - and _; choose such a name"
             )
-        settings = parse(values)
+        if until_step < 0:
+            raise InvalidArgumentError.field("until_step", f"{until_step} is below 0")
+        settings, pause_at = parse(values), until_step or None
         resolved = settings.model_dump(mode="json")
         if validate_only:
             return await new_state(run_id, settings)
@@ -222,20 +236,22 @@ class Runs:
         if state is not None and await self._queue.position(run_id):
             return state
         if self._active is not None and queue:
-            return await self._enqueue(store, settings)
+            return await self._enqueue(store, settings, pause_at)
         self._require_idle()
         self._active = active = ActiveRun(run_id)  # before the first await, as above
         try:
-            return await self._create_and_begin(store, settings)
+            return await self._create_and_begin(store, settings, pause_at)
         except BaseException:
             if self._active is active and active.task is None:
                 self._active = None
             raise
 
-    async def _enqueue(self, store: RunStore, settings: RunSettings) -> RunState:
+    async def _enqueue(
+        self, store: RunStore, settings: RunSettings, pause_at: int | None
+    ) -> RunState:
         state = await new_state(store.run_id, settings)
         await store.create(dataclasses.replace(state, status="queued"))
-        await self._queue_up(store.run_id, only_from=_MAY_WAIT)
+        await self._queue_up(store.run_id, pause_at, only_from=_MAY_WAIT)
         self._wake.set()
         return await self.get(store.run_id)
 
@@ -318,10 +334,12 @@ class Runs:
 
     # --- driving ------------------------------------------------------------------------------
 
-    async def _create_and_begin(self, store: RunStore, settings: RunSettings) -> RunState:
+    async def _create_and_begin(
+        self, store: RunStore, settings: RunSettings, pause_at: int | None
+    ) -> RunState:
         await store.create(await new_state(store.run_id, settings))
         await store.reopen_step(self.fence())
-        await store.set_status(self.fence(), "running")
+        await store.set_status(self.fence(), "running", pause_at=pause_at)
         try:
             await self._begin(store.run_id)
         except ServiceError as error:

@@ -47,7 +47,11 @@ class CoordinatorServicer(ControlServicer, DeviceServicer):
     async def StartRun(self, request: pb.StartRunRequest, context: _Context) -> pb.StartRunResponse:
         values = read_struct("settings", request.settings)
         state = await self._runs.start(
-            request.run_id, values, validate_only=request.validate_only, queue=request.queue
+            request.run_id,
+            values,
+            validate_only=request.validate_only,
+            queue=request.queue,
+            until_step=request.until_step,
         )
         return pb.StartRunResponse(run=await self._run(state))
 

@@ -203,7 +203,9 @@ def test_two_ways_to_stop_at_once_are_refused(coordinator: str) -> None:
 
 
 def test_a_run_is_paused_and_goes_on_for_some_steps(coordinator: str, config: Path) -> None:
-    assert invoke(coordinator, "submit", config, "--run-id", "control")[0] == 0
+    submit = ("submit", config, "--run-id", "control", "--until-step", "1")
+    assert invoke(coordinator, *submit)[0] == 0
+    assert "pauses at step 1" in invoke(coordinator, "status", "control")[1]
     assert "paused" in invoke(coordinator, "pause", "control", "--now")[1]
     assert "PAUSE_MODE_IMMEDIATELY" in invoke(coordinator, "status", "control")[1]
     assert invoke(coordinator, "resume", "control", "--steps", "2")[0] == 0

@@ -87,10 +87,7 @@ def test_a_coordinator_that_is_away_is_told_within_the_deadline() -> None:
 async def test_the_asyncio_client_drives_a_real_run(cluster: Cluster) -> None:
     values = run_settings(cluster.directory)
     async with coordinator(cluster) as c, connect(c.address) as client:
-        gate = cluster.reward.hold()  # no step is committed before the wish is there
-        await client.start_run("r", values)
-        await client.resume_run("r", until_step=2)
-        gate.set()
+        await client.start_run("r", values, until_step=2)
         seen = []
         async for event in client.watch_run("r"):
             if event.HasField("step_finished"):

@@ -54,10 +54,7 @@ async def until(c: Coordinator, state: int, run_id: str = "r") -> pb.Run:
 
 async def paused_at(cluster: Cluster, c: Coordinator, values: dict[str, Any], step: int) -> pb.Run:
     """Start run r and let it pause when so many steps are committed."""
-    gate = cluster.reward.hold()  # no step is committed before the wish is there
-    await c.start(values)
-    await ask(c, "ResumeRun", until_step=step)
-    gate.set()
+    await c.start(values, until_step=step)
     return await until(c, PAUSED)
 
 
@@ -100,6 +97,30 @@ def rows(*names: str, **more: Any) -> list[Struct]:
 
 
 # Pausing
+
+
+async def test_a_run_that_is_started_until_a_step_pauses_there_though_its_coordinator_dies(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    async with coordinator(cluster) as c:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await c.start(values, until_step=-1)
+        assert dict(caught.value.violations) == {"until_step": "-1 is below 0"}
+        gate = cluster.reward.hold()
+        assert (await c.start(values, until_step=2)).pause_at_step == 2
+        assert (await c.start(values, until_step=3)).pause_at_step == 2  # it is active
+    gate.set()
+    async with coordinator(cluster) as c:
+        assert (await until(c, PAUSED)).step == 2
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        await c.start(values, until_step=4)
+        assert (await until(c, PAUSED)).step == 4
+        await c.stop(pb.STOP_MODE_IMMEDIATELY)
+        await c.start(values, until_step=4)  # which it has come to
+        assert (await until(c, PAUSED)).step == 4
+        await ask(c, "ResumeRun")
+        assert (await c.until_ended()).step == 6
 
 
 async def test_a_run_goes_step_by_step_and_trains_what_it_would_without(cluster: Cluster) -> None:
@@ -559,8 +580,9 @@ async def test_runs_of_the_queue_start_in_order_each_after_the_end_of_the_one_be
     async with coordinator(cluster) as c:
         await paused_at(cluster, c, values, 1)
         for place, name in enumerate(("second", "third", "fourth"), start=1):
-            waiting = await c.start(values, run_id=name, queue=True)
+            waiting = await c.start(values, run_id=name, queue=True, until_step=place)
             assert (waiting.state, waiting.queue_position) == (pb.Run.STATE_QUEUED, place)
+            assert waiting.pause_at_step == place
         assert (await c.start(values, run_id="third")).state == pb.Run.STATE_QUEUED
         with pytest.raises(FailedPreconditionError):
             await ask(c, "PauseRun", run_id="third")
@@ -571,9 +593,11 @@ async def test_runs_of_the_queue_start_in_order_each_after_the_end_of_the_one_be
         assert (await c.get("fourth")).queue_position == 2
         await c.stop(pb.STOP_MODE_IMMEDIATELY)
         start_over(cluster)
-        await c.until_ended("second")
-        start_over(cluster)
-        await c.until_ended("fourth")
+        for name, until_step in (("second", 1), ("fourth", 3)):
+            assert (await until(c, PAUSED, name)).step == until_step
+            await ask(c, "ResumeRun", run_id=name)
+            await c.until_ended(name)
+            start_over(cluster)
         runs = {name: await c.get(name) for name in ("r", "second", "third", "fourth")}
     assert runs["third"].step == 0
     assert runs["r"].state == pb.Run.STATE_STOPPED
