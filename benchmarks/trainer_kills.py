@@ -68,10 +68,10 @@ async def run(trainers: int, steps: int) -> bool:
         values = job(directory, steps)
         async with running_stack(directory, trainers=trainers) as real:
             start = time.monotonic()
-            await real.start(RUN, values)
-            last = trainers - 1
-            summed = await real.kill_rank_amid_sums(RUN, 1, rank=last)
-            saving = await real.kill_rank_amid_checkpoint(RUN, 2, rank=last)
+            await real.start(RUN, values, held=True)
+            last, middle = trainers - 1, steps - 2
+            summed = await real.kill_rank_amid_sums(RUN, range(1, middle), rank=last)
+            saving = await real.kill_rank_amid_checkpoint(RUN, range(middle, steps), rank=last)
             finished = await real.succeeded(RUN)
             exact = finished.step == steps and await is_exact(real, values, steps)
             line = {
@@ -85,7 +85,7 @@ async def run(trainers: int, steps: int) -> bool:
                 "exact": exact,
             }
     print(json.dumps(line), flush=True)
-    return exact
+    return exact and bool(summed and saving)
 
 
 def main() -> int:

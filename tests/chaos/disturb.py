@@ -74,7 +74,7 @@ async def disturb(
     """Carry the faults out; returns how many were recovered from. The run must still go on.
 
     `held`: the run does not go further than the step of the next fault before that fault; so a run
-    that is faster than its faults is not over before them.
+    that is faster than its faults is not over before them. It must have been started so.
     """
     recovered = 0
     lasting: list[asyncio.Task[None]] = []
@@ -84,9 +84,8 @@ async def disturb(
             await linked.real.stack.wait_ready()
             recovered += len(lasting)
             lasting.clear()
-        if held and not fault.together:
-            await linked.real.go_on_until(run_id, fault.moment.step + 1)
-        await linked.real.reach(run_id, fault.moment)
+        reach = linked.real.reach if held and not fault.together else linked.real.until
+        await reach(run_id, fault.moment)
         await asyncio.sleep(fault.delay_seconds)
         lasting.append(asyncio.create_task(_carry_out(linked, fault)))
     await asyncio.gather(*lasting)

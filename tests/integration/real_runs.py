@@ -2,8 +2,10 @@
 
 `running_stack` is a `LocalStack` (four services and Redis as processes) with small calls around
 it; when it ends, no process that it ever had is left. A test that disturbs a run does so at a
-`Moment`, a point in the life of the run that is read from Redis: nothing here depends on how fast
-a machine is. What a run did is a `Trace`; two runs did the same if their traces are equal.
+`Moment`, a point in the life of the run that is read from Redis. Nothing here depends on how fast
+a machine is: a run that is *held* pauses behind the step in which somebody waits for it, so it is
+never over before its faults; who misses a state that soon ends looks for it in the next step.
+What a run did is a `Trace`; two runs did the same if their traces are equal.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ PATIENT = RestartLimits(count=100, first_delay_seconds=0.05, longest_delay_secon
 AWAY_SECONDS = 120.0  # how long the coordinator may take to come back
 _GONE_SECONDS = 60.0  # until a process that misses its parent must have ended
 _POLL_SECONDS = 0.001
-_OPEN_STATES = (pb.Run.STATE_RUNNING, pb.Run.STATE_STOPPING)
+_ACCUMULATING = GetTrainerResponse.STATE_ACCUMULATING
+_OPEN_STATES = (pb.Run.STATE_RUNNING, pb.Run.STATE_STOPPING, pb.Run.STATE_PAUSED)
 
 OUTCOME = 1_000  # the stage of a step whose outcome is fixed and whose update is asked for
 RESULT = 1_001  # the stage of a step whose update is recorded, not committed
@@ -93,11 +96,17 @@ class RealStack:
 
     # --- runs ---------------------------------------------------------------------------------
 
-    async def start(self, run_id: str, values: dict[str, Any]) -> None:
+    async def start(self, run_id: str, values: dict[str, Any], *, held: bool = False) -> None:
+        """`held`: it pauses behind its first step, unless told meanwhile how far to go."""
         settings = Struct()
         settings.update(values)
         request = pb.StartRunRequest(run_id=run_id, settings=settings)
+        if held:
+            await self.pause("reward-0")  # no step is committed before the wish is there
         await self._call(lambda: self._stub.StartRun(request, timeout=30))
+        if held:
+            await self.go_on_until(run_id, 1)
+            await self.go_on("reward-0")
 
     async def stop(self, run_id: str, mode: pb.StopMode.ValueType) -> None:
         request = pb.StopRunRequest(run_id=run_id, mode=mode)
@@ -112,6 +121,14 @@ class RealStack:
         request = pb.ResumeRunRequest(run_id=run_id, until_step=step)
         await self._call(lambda: self._stub.ResumeRun(request, timeout=30))
 
+    async def paused_at(self, run_id: str, step: int) -> None:
+        """Let the run go on until so many steps are committed; returns when it has paused there."""
+        await self.go_on_until(run_id, step)
+        while (run := await self.get(run_id)).state != pb.Run.STATE_PAUSED:
+            self.stack.supervisor.check()
+            await asyncio.sleep(0.02)
+        assert run.step == step
+
     async def workers(self) -> set[str]:
         """Ids of the workers with a lease."""
         request = pb.ListWorkersRequest()
@@ -125,8 +142,10 @@ class RealStack:
         return {lease.device: lease.worker_id for lease in answer.leases}
 
     async def succeeded(self, run_id: str) -> pb.Run:
-        """Wait for the end of the run, which must be a good one."""
+        """Let the run go on to its end, which must be a good one."""
         while (run := await self.get(run_id)).state in _OPEN_STATES:
+            if run.pause_at_step or run.state == pb.Run.STATE_PAUSED:
+                await self.go_on_until(run_id, 0)
             self.stack.supervisor.check()
             await asyncio.sleep(0.02)
         assert run.state == pb.Run.STATE_SUCCEEDED, run.failure
@@ -197,37 +216,52 @@ class RealStack:
         return Moment(step, RESULT if result else OUTCOME if outcome else groups)
 
     async def reach(self, run_id: str, moment: Moment) -> None:
-        """Wait until the run is there, or past it."""
+        """Wait until the run is there, or past it; it pauses behind that step."""
+        await self.go_on_until(run_id, moment.step + 1)
+        await self.until(run_id, moment)
+
+    async def until(self, run_id: str, moment: Moment) -> None:
+        """Wait until the run is there, or past it, however far it goes."""
         while await self.moment(run_id) < moment:
             self.stack.supervisor.check()
             await asyncio.sleep(_POLL_SECONDS)
 
     async def decoding(self, run_id: str, step: int) -> str:
-        """Wait until a replica decodes responses of that step or a later one; returns its name."""
-        await self.reach(run_id, Moment(step, 0))
-        while (await self.moment(run_id)).step >= step:
-            for name, replica in self._replicas.items():
-                if await _running_responses(replica):
-                    return name
-            self.stack.supervisor.check()
-        raise AssertionError(f"run {run_id} went back behind step {step}")
+        """Wait until a replica decodes responses of that step or a later one; returns its name.
 
-    async def hold(self, name: str, run_id: str, step: int, before: Moment) -> int:
-        """SIGSTOP a process in that step or a later one, after the update is saved to disk.
-
-        The run has not come to `before` then (a moment of step 0: its step is added). A process
-        that slips through is tried again in the next step. Returns the step.
-        """
+        The run pauses behind that step."""
         while True:
+            await self.reach(run_id, Moment(step, 0))
+            while (now := await self.moment(run_id)).step == step:
+                for name, replica in self._replicas.items():
+                    if await _running_responses(replica):
+                        return name
+                self.stack.supervisor.check()
+            assert now.step > step, f"run {run_id} went back behind step {step}"
+            step = now.step
+
+    @contextlib.asynccontextmanager
+    async def unrecorded(self, run_id: str, step: int) -> AsyncIterator[None]:
+        """In the block the update of that step, which the run has not begun, is saved to disk and
+        its result is not recorded. Whoever would go on meanwhile is stopped on the way there."""
+        await self.paused_at(run_id, step)
+        await self.pause("reward-0")  # the round cannot end
+        await self.go_on_until(run_id, step + 1)
+        while (now := await self._trainer_now()).step != step or now.state != _ACCUMULATING:
+            await asyncio.sleep(_POLL_SECONDS)
+        await self.pause("trainer-0")  # the update cannot begin
+        await self.go_on("reward-0")
+        await self.until(run_id, Moment(step, OUTCOME))
+        await self.redis.execute_command("CLIENT", "PAUSE", "600000", "WRITE")
+        try:
+            await self.go_on("trainer-0")
             saved = self.directory / "checkpoints" / run_id / f"step_{step + 1:06d}" / "COMPLETE"
-            while not saved.exists() and (await self.moment(run_id)).step <= step:
+            while not saved.exists():
                 self.stack.supervisor.check()
                 await asyncio.sleep(_POLL_SECONDS)
-            await self.pause(name)
-            if await self.moment(run_id) < (step + before.step, before.stage):
-                return step
-            await self.go_on(name)
-            step += 1
+            yield
+        finally:
+            await self.redis.execute_command("CLIENT", "UNPAUSE")
 
     # --- faults -------------------------------------------------------------------------------
 
@@ -245,38 +279,41 @@ class RealStack:
         self.note_processes()
         os.kill(await self.pid(f"rank-{rank}"), signal.SIGKILL)
 
-    async def kill_rank_amid_sums(self, run_id: str, step: int, rank: int) -> int:
-        """kill -9 a trainer process while gradients of that step or a later one are summed.
+    async def kill_rank_amid_sums(self, run_id: str, steps: range, rank: int) -> int:
+        """kill -9 a trainer process while gradients of one of these steps are summed.
 
-        Returns how many groups were in the sums, or on their way into them."""
+        The run pauses behind each of them. Returns how many groups were in the sums, or on their
+        way into them; 0 where nobody was killed, as the sums of all steps were over unseen."""
         agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
         self.note_processes()
-        while True:
-            trainer = await call(lambda: self._trainer.GetTrainer(GetTrainerRequest(), timeout=10))
-            summed = trainer.accumulated_group_count
-            accumulating = trainer.state == GetTrainerResponse.STATE_ACCUMULATING
-            if accumulating and summed and trainer.step >= step:
-                break
-            await self.moment(run_id)
-        await self._kill_rank(agent, pid)
-        return summed
+        for step in steps:
+            await self.go_on_until(run_id, step + 1)
+            while (await self.moment(run_id)).step <= step:
+                now = await self._trainer_now()
+                summed = now.accumulated_group_count
+                if now.state == _ACCUMULATING and summed:
+                    await self._kill_rank(agent, pid)
+                    return summed
+        return 0
 
-    async def kill_rank_amid_checkpoint(self, run_id: str, step: int, rank: int) -> int:
-        """kill -9 a trainer process while the checkpoint of that step or a later one is written,
-        which never becomes complete. One that became complete all the same is tried again.
-        Returns the step."""
+    async def kill_rank_amid_checkpoint(self, run_id: str, steps: range, rank: int) -> int:
+        """kill -9 a trainer process while the checkpoint of one of these steps is written, which
+        never becomes complete. One that became complete all the same is tried again.
+
+        The run pauses behind each of them. Returns the step; 0 where none was hit."""
         directory = self.directory / "checkpoints" / run_id
-        await self.reach(run_id, Moment(step, 0))
-        while True:
+        for step in steps:
             agent, pid = await self.pid("trainer-0"), await self.pid(f"rank-{rank}")
             self.note_processes()
-            while not (partial := list(directory.glob(".partial-*"))):
+            await self.go_on_until(run_id, step + 1)
+            while (await self.moment(run_id)).step <= step:
                 self.stack.supervisor.check()
-                await self.moment(run_id)  # has not ended
-            await self._kill_rank(agent, pid)
-            version = int(partial[0].name.rpartition("-")[2])
-            if not (directory / f"step_{version:06d}" / "COMPLETE").exists():
-                return version - 1
+                if (directory / f".partial-{step + 1:06d}").exists():
+                    await self._kill_rank(agent, pid)
+                    if not (directory / f"step_{step + 1:06d}" / "COMPLETE").exists():
+                        return step
+                    break
+        return 0
 
     async def _kill_rank(self, agent: int, pid: int) -> None:
         """At once; returns when torchrun, its parent, has ended the others and itself."""
@@ -298,7 +335,9 @@ class RealStack:
         if not name.startswith("rank-"):
             return self.stack.pids.get(name)
         rank = b"RANK=" + name.removeprefix("rank-").encode()
-        for pid, _ in processes.descendants(self.stack.pids.get("trainer-0", 0)):
+        if (agent := self.stack.pids.get("trainer-0")) is None:
+            return None
+        for pid, _ in processes.descendants(agent):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if rank in processes.environment(pid):
                     return pid
@@ -332,6 +371,14 @@ class RealStack:
         """Those of them that are alive."""
         known = self._processes.items()
         return {pid for pid, start in known if processes.start_time(pid) == start}
+
+    async def _trainer_now(self) -> GetTrainerResponse:
+        """Waits while the trainer is started again."""
+        return await call_until(
+            lambda: self._trainer.GetTrainer(GetTrainerRequest(), timeout=60),
+            seconds=AWAY_SECONDS,
+            what="the trainer",
+        )
 
     async def _call(self, make: Any) -> Any:
         return await call_until(make, seconds=AWAY_SECONDS, what="the coordinator")
@@ -394,7 +441,7 @@ def trained_draws(trace: Trace) -> list[str]:
 async def _running_responses(replica: Any) -> int:
     """How many responses a replica decodes; none while it is being started again."""
     try:
-        engine = await call(lambda: replica.GetEngine(rollout_pb.GetEngineRequest(), timeout=10))
+        engine = await call(lambda: replica.GetEngine(rollout_pb.GetEngineRequest(), timeout=60))
     except UnavailableError:
         return 0
     return engine.stats.running_response_count

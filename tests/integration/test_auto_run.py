@@ -3,7 +3,6 @@ epoch at fixed weights it trains the responses of `synchronous`, each once."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from rollpacker.simulation.recorded_run import replay_rows
-from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.integration.real_runs import (
     Moment,
     RealStack,
@@ -42,19 +40,12 @@ def settings(directory: Path, mode: str) -> dict[str, Any]:
     )
 
 
-async def paused(real: RealStack, run_id: str) -> None:
-    while (await real.get(run_id)).state != pb.Run.STATE_PAUSED:
-        real.stack.supervisor.check()
-        await asyncio.sleep(0.02)
-
-
 async def disturbed_run(real: RealStack, run_id: str) -> Trace:
     """Its coordinator is killed twice: in a round, and while the run is paused."""
-    await real.start(run_id, settings(real.directory, "auto"))
+    await real.start(run_id, settings(real.directory, "auto"), held=True)
     await real.reach(run_id, Moment(5, 1))
     await real.kill("coordinator")
-    await real.go_on_until(run_id, 18)
-    await paused(real, run_id)
+    await real.paused_at(run_id, 18)
     await real.kill("coordinator")
     await real.go_on_until(run_id, 0)
     await real.succeeded(run_id)

@@ -26,7 +26,7 @@ STOP_STEP = 2
 
 async def stop_at(real: RealStack, values: dict[str, Any], moment: Moment) -> pb.Run:
     """Start the run and stop it there at once, with its step open."""
-    await real.start(RUN, values)
+    await real.start(RUN, values, held=True)
     await real.reach(RUN, moment)
     await real.stop(RUN, pb.STOP_MODE_IMMEDIATELY)
     run = await real.get(RUN)

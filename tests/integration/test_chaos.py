@@ -50,7 +50,7 @@ async def test_a_run_amid_kills_pauses_and_cuts_trains_what_the_undisturbed_run_
     )
     async with linked_stack(tmp_path, rollouts=2, rewards=1, trainers=1, slots=1) as linked:
         await linked.real.run("undisturbed", values)
-        await linked.real.start("disturbed", values)
+        await linked.real.start("disturbed", values, held=True)
         assert await disturb(linked, "disturbed", FAULTS, held=True) == len(FAULTS)
         await linked.real.succeeded("disturbed")
         runs = linked.real.stack.layout.run_directory

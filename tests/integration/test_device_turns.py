@@ -60,7 +60,7 @@ async def test_placements_train_the_same_over_kills_and_no_device_has_two_holder
     values = proof_settings(tmp_path, PROMPTS, sampling=SAMPLING)
 
     async with stack_on_gpus(tmp_path / "separate", 3) as real:
-        await real.start("r", values)
+        await real.start("r", values, held=True)
         await real.reach("r", Moment(1, 0))
         held = await real.devices()
         assert sorted(held.values()) == [*sorted(REPLICAS), "trainer-0"]
@@ -71,10 +71,13 @@ async def test_placements_train_the_same_over_kills_and_no_device_has_two_holder
     assert len(set(trained_draws(expected))) == PROMPTS
 
     async with stack_on_gpus(tmp_path / "colocated", 2) as real:
+        await real.pause("reward-0")  # the first round lasts until it goes on
         await real.start("r", values | {"placement": "colocated"})
-        await real.decoding("r", 0)
-        assert set((await real.devices()).values()) == REPLICAS
+        while set((await real.devices()).values()) != REPLICAS:
+            real.stack.supervisor.check()
         await real.kill("rollout-0")  # amid a round, with its device
+        await real.go_on_until("r", 1)
+        await real.go_on("reward-0")
         await real.reach("r", Moment(1, OUTCOME))
         await real.kill("trainer-0")  # with its device, or just before
         await real.reach("r", Moment(2, 1))

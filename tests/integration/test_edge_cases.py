@@ -125,7 +125,7 @@ async def test_dynamic_sampling_trains_groups_whose_rewards_differ_and_reports_t
         ],
     )
     straight = await real.run("dynamic", values)
-    await real.start("dynamic-killed", values)
+    await real.start("dynamic-killed", values, held=True)
     for moment in (Moment(1, 2), Moment(2, OUTCOME)):
         await real.reach("dynamic-killed", moment)
         await real.kill("coordinator")
@@ -179,7 +179,7 @@ async def test_a_run_resumes_amid_an_epoch_at_its_end_and_in_its_last_step(
     )
     straight = await real.run("whole", values)
     assert len(straight.schedule) == 4
-    await real.start("resumed", values)
+    await real.start("resumed", values, held=True)
     state = ("coordinator", "trainer-0")
     for moment, names in (
         (Moment(1, 2), state),

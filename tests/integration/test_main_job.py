@@ -109,7 +109,7 @@ async def test_the_undisturbed_run_uses_every_kind_of_round_and_learns(job: Job)
 async def test_kills_at_random_moments_change_nothing(job: Job, name: str, count: int) -> None:
     run_id, real = f"kill-{name}", job.real
     noise = random.Random(run_id)
-    await real.start(run_id, job.values)
+    await real.start(run_id, job.values, held=True)
     for moment in random_moments(run_id, count):
         await real.reach(run_id, moment)
         await asyncio.sleep(noise.uniform(0, 0.03))  # into what follows the moment
@@ -119,7 +119,7 @@ async def test_kills_at_random_moments_change_nothing(job: Job, name: str, count
 
 async def test_kills_of_replicas_amid_their_streams_change_nothing(job: Job) -> None:
     run_id, real = "kill-rollout", job.real
-    await real.start(run_id, job.values)
+    await real.start(run_id, job.values, held=True)
     for moment in random_moments(run_id, 4):
         await real.kill(await real.decoding(run_id, moment.step))
     await real.decoding(run_id, STEPS - 6)
@@ -130,7 +130,7 @@ async def test_kills_of_replicas_amid_their_streams_change_nothing(job: Job) -> 
 async def test_a_kill_of_everything_at_once_changes_nothing(job: Job) -> None:
     """The run goes on from what Redis has on disk, and from the checkpoint."""
     run_id, real = "kill-all", job.real
-    await real.start(run_id, job.values)
+    await real.start(run_id, job.values, held=True)
     await real.reach(run_id, Moment(7, OUTCOME))
     await asyncio.gather(*map(real.kill, real.stack.pids))
     await assert_undisturbed(job, run_id)
@@ -139,24 +139,25 @@ async def test_a_kill_of_everything_at_once_changes_nothing(job: Job) -> None:
 async def test_kills_between_the_update_and_its_commit_change_nothing(job: Job) -> None:
     """The coordinator is stopped before its commit, while the trainer records the result."""
     run_id, real = "kill-between", job.real
-    await real.start(run_id, job.values)
-    for name, at_least in (("coordinator", 2), ("redis", 7), ("trainer-0", 12)):
-        step = await real.hold("coordinator", run_id, at_least, before=Moment(1, 0))
-        await real.reach(run_id, Moment(step, RESULT))
+    await real.start(run_id, job.values, held=True)
+    for name, step in (("coordinator", 2), ("redis", 7), ("trainer-0", 12)):
+        async with real.unrecorded(run_id, step):
+            await real.pause("coordinator")
+        await real.until(run_id, Moment(step, RESULT))
         assert await real.moment(run_id) == Moment(step, RESULT)
         await real.kill(name)
         if name != "coordinator":
             assert await real.moment(run_id) == Moment(step, RESULT)
             await real.go_on("coordinator")
-    step = await real.hold("trainer-0", run_id, 17, before=Moment(0, RESULT))
-    await real.kill("trainer-0")
+    async with real.unrecorded(run_id, 17):
+        await real.kill("trainer-0")
     await assert_undisturbed(job, run_id)
 
 
 async def test_pauses_longer_than_a_lease_change_nothing(job: Job) -> None:
     """SIGSTOP: a process that is missed, replaced where there is another one, and comes back."""
     run_id, real = "pause", job.real
-    await real.start(run_id, job.values)
+    await real.start(run_id, job.values, held=True)
     for name, step in (("coordinator", 2), ("trainer-0", 8), ("reward-0", 12)):
         await real.reach(run_id, Moment(step, 1))
         await real.pause(name)
@@ -181,12 +182,21 @@ async def test_two_trainer_processes_train_every_draw_once_though_one_is_killed_
         tail_batching={"prompts_per_step": 20, "responses_per_prompt": 2},
         sampling={"max_response_tokens": 60},
     )
+    summed = saving = 0
     async with running_stack(tmp_path, trainers=2) as real:
-        await real.start("r", values)
-        assert await real.kill_rank_amid_sums("r", 1, rank=1) >= 2 * WINDOW_GROUPS
-        assert await real.kill_rank_amid_checkpoint("r", 2, rank=0) < 6
-        await real.succeeded("r")
-        trace = await real.trace("r")
-        superseded = await real.redis.llen(keys.superseded_steps("r"))
-    assert (len(trace.schedule), superseded) == (6, 0)
-    assert Counter(trained_draws(trace)) == Counter(f"0:{row}" for row in range(1, 121))
+        for attempt in range(6):  # a run each: what lasts for a moment may go by unseen
+            if summed and saving:
+                break
+            run_id = f"r-{attempt}"
+            await real.start(run_id, values, held=True)
+            if not summed:
+                summed = await real.kill_rank_amid_sums(run_id, range(1, 3), rank=1)
+            if not saving:
+                saving = await real.kill_rank_amid_checkpoint(run_id, range(3, 6), rank=0)
+            await real.succeeded(run_id)
+            trace = await real.trace(run_id)
+            superseded = await real.redis.llen(keys.superseded_steps(run_id))
+            assert (len(trace.schedule), superseded) == (6, 0)
+            assert Counter(trained_draws(trace)) == Counter(f"0:{row}" for row in range(1, 121))
+    assert summed >= 2 * WINDOW_GROUPS
+    assert saving

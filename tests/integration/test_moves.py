@@ -16,12 +16,12 @@ import pytest
 from tests.integration.real_runs import RealStack, proof_settings, running_stack
 from tests.tiny_run import write_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
-PROMPTS, STEPS = 16, 4
+PROMPTS, STEPS = 12, 3
 VALUES = {
     "tail_batching": {"prompts_per_step": 4, "responses_per_prompt": 4},
-    # No token stops: every response is long enough to be ended amid its tokens.
+    # No token stops, and a replica has few slots: it is amid its responses for most of a step.
     "sampling": {"max_response_tokens": 200, "stop_token_ids": [999]},
 }
 
@@ -39,14 +39,14 @@ async def end(real: RealStack, name: str) -> None:
 async def test_replicas_that_are_ended_amid_their_streams_change_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     values = proof_settings(tmp_path, PROMPTS, **VALUES)
-    async with running_stack(tmp_path, slots=4, rollouts=2) as real:
+    async with running_stack(tmp_path, slots=2, rollouts=2) as real:
         expected = await real.run("undisturbed", values)
         moved = 0
         for attempt in range(12):  # a run each: the others go on while a replica comes back
             if moved:  # on a slow machine its streams may be over when it hears of its end
                 break
             run_id = f"ended-{attempt}"
-            await real.start(run_id, values)
+            await real.start(run_id, values, held=True)
             await end(real, await real.decoding(run_id, 0))
             await real.succeeded(run_id)
             trace = await real.trace(run_id)

@@ -92,7 +92,7 @@ async def test_kills_of_sandboxes_workers_and_service_cost_no_reward(tmp_path: P
         expected = await real.run("undisturbed", values)
         rewards = {each[4] for step in expected.responses for group in step for each in group}
         assert rewards == {0.0, 1.0}
-        await real.start("disturbed", values)
+        await real.start("disturbed", values, held=True)
         killed = 0
         for step in range(STEPS - 1):
             await real.reach("disturbed", Moment(step, 0))

@@ -33,7 +33,7 @@ async def test_every_wish_outlives_the_coordinator_that_took_it(tmp_path: Path) 
         running_stack(tmp_path) as real,
         connect(real.stack.layout.address("coordinator"), PATIENCE_SECONDS) as client,
     ):
-        await real.start(RUN, values)
+        await real.start(RUN, values, held=True)
         await client.resume_run(RUN, until_step=2)
         await real.kill("coordinator")
         assert (await paused(client, real)).step == 2
