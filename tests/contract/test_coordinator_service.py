@@ -28,7 +28,13 @@ from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.contract import fake_workers as fakes
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
-from tests.contract.test_run_control import ask, paused_at
+from tests.contract.test_run_control import (
+    ask,
+    paused_at,
+    paused_when,
+    until_asked,
+    until_idle,
+)
 from tests.tiny_run import run_settings, write_data
 
 __all__ = ["cluster"]  # a fixture
@@ -140,7 +146,7 @@ async def test_a_crash_between_finish_step_and_commit_commits_the_same_step(
     monkeypatch.setattr(RunStore, "commit", crash_at_step_2)
     async with coordinator(cluster) as c:
         await c.start(values)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await blocked.wait()
     monkeypatch.setattr(RunStore, "commit", commit)
     assert 2 in cluster.trainer.disk.results
@@ -181,7 +187,7 @@ async def test_a_broken_stream_or_reward_costs_time_only(cluster: Cluster) -> No
         assert await c.schedule() == expected
         steps = await c.steps()
     assert all(step.metrics["reward/none_count"] == 0 for step in steps)
-    assert [rollout.running for rollout in cluster.rollouts] == [0, 0]
+    await until_idle(cluster)
 
 
 async def samples(c: Coordinator, run_id: str) -> list[list[tuple[int, ...]]]:
@@ -338,15 +344,21 @@ async def test_a_stopped_run_goes_on_where_it_was(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=40)
     expected = await undisturbed(cluster, values)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).step < 2:
-            await asyncio.sleep(0.005)
+        await paused_at(cluster, c, values, 2)
+        gate = cluster.reward.hold()
+        await ask(c, "ResumeRun")
+        await until_asked(cluster)
         await c.stop(pb.STOP_MODE_AFTER_STEP)
+        gate.set()
         run = await c.until_ended(succeeded=False)
-        assert run.state == pb.Run.STATE_STOPPED
+        assert (run.state, run.step) == (pb.Run.STATE_STOPPED, 3)
+        gate = cluster.reward.hold()
         await c.start(values)
+        await until_asked(cluster)
         await c.stop(pb.STOP_MODE_IMMEDIATELY)
-        assert (await c.get()).state == pb.Run.STATE_STOPPED
+        gate.set()
+        run = await c.get()
+        assert (run.state, run.step) == (pb.Run.STATE_STOPPED, 3)
         await c.start(values)
         await c.until_ended()
         assert await c.schedule() == expected
@@ -385,10 +397,12 @@ async def test_stopping_with_drain_trains_the_queue_and_draws_nothing_new(
 ) -> None:
     values = run_settings(cluster.directory, prompts=400)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).deferred_draw_count == 0:
-            await asyncio.sleep(0.002)
+        await paused_when(cluster, c, values, bool)
+        gate = cluster.reward.hold()
+        await ask(c, "ResumeRun")
+        await until_asked(cluster)
         await c.stop(pb.STOP_MODE_DRAIN)
+        gate.set()
         run = await c.until_ended(succeeded=False)
         schedule = await c.schedule()
     assert (run.state, run.deferred_draw_count) == (pb.Run.STATE_STOPPED, 0)
@@ -627,8 +641,7 @@ async def test_a_score_is_asked_again_where_its_service_has_moved_to(cluster: Cl
     await server.start()
     async with coordinator(cluster) as c:
         await c.start(run_settings(cluster.directory))
-        async with asyncio.timeout(60):
-            await cluster.reward.asked.wait()
+        await until_asked(cluster)
         request = pb.HeartbeatRequest(
             worker_id="reward-0", address=server.address, kind=pb.WORKER_KIND_REWARD
         )
@@ -646,12 +659,16 @@ async def test_a_standby_takes_over_when_the_lease_is_free_and_a_stale_one_steps
     values = run_settings(cluster.directory, prompts=200)
     expected = await undisturbed(cluster, values)
     async with coordinator(cluster) as first, coordinator(cluster, "standby") as second:
+        gate = cluster.reward.hold()
         await first.start(values)
         with pytest.raises(Exception, match="stands by"):
             await second.start(values, run_id="other")
-        await asyncio.sleep(0.3)
+        await until_asked(cluster)
         first.runs._lease.renew = lambda fence: asyncio.sleep(0, result=True)  # paused past it
         await cluster.redis.delete(keys.COORDINATOR_LEASE)
+        while not second.runs.holds_lease:
+            await asyncio.sleep(0.005)
+        gate.set()
         await second.until_ended()
         assert await second.schedule() == expected
 

@@ -18,6 +18,7 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator.readings import coordinator_readings
 from tests.contract import coordinator_cluster
 from tests.contract.coordinator_cluster import Cluster, Coordinator, coordinator
+from tests.contract.test_run_control import ask, paused_at, until
 from tests.tiny_run import run_settings, write_data
 
 cluster = coordinator_cluster.cluster  # the fixture
@@ -26,6 +27,14 @@ cluster = coordinator_cluster.cluster  # the fixture
 async def evaluate(c: Coordinator, run_id: str = "r") -> pb.RunEvaluationResponse:
     request = pb.RunEvaluationRequest(run_id=run_id)
     return await call(lambda: c.stub.RunEvaluation(request, timeout=60))
+
+
+async def until_requested(c: Coordinator) -> None:
+    """Wait until somebody waits for a measurement of run r."""
+    active = c.runs.active("r")
+    async with asyncio.timeout(240):
+        while active.driver is None or not active.driver.validator.is_requested:
+            await asyncio.sleep(0.005)
 
 
 def with_sets(cluster: Cluster, prompts: int = 24, **validation: Any) -> dict[str, Any]:
@@ -68,14 +77,15 @@ async def test_an_evaluation_on_demand_measures_between_steps_and_changes_no_ste
     cluster.trainer.disk = type(cluster.trainer.disk)()
     cluster.trainer.restart()
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).step < 3:
-            await asyncio.sleep(0.005)
-        first, second = await asyncio.gather(evaluate(c), evaluate(c))
+        await paused_at(cluster, c, values, 3)
+        asked = asyncio.gather(evaluate(c), evaluate(c))
+        await until_requested(c)
+        await ask(c, "ResumeRun")
+        first, second = await asked
         run = await c.until_ended()
         assert await c.schedule() == expected
     assert first == second
-    assert 3 <= first.weight_version <= 20
+    assert first.weight_version == 3
     assert [scores.name for scores in first.sets] == ["easy", "hard"]
     by_version = {(line["step"], line["name"]): line["values"] for line in lines(run)}
     for scores in first.sets:
@@ -84,11 +94,14 @@ async def test_an_evaluation_on_demand_measures_between_steps_and_changes_no_ste
 
 async def test_the_command_evaluates_a_run_and_prints_its_scores(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await c.start(with_sets(cluster, prompts=400))
+        gate = cluster.reward.hold()  # the run begins when it was asked to evaluate
+        await c.start(with_sets(cluster))
         command = ("from rollpacker.cli.main import app; app()", "evaluate", "r", "--json")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", *command, "--coordinator", c.address), stdout=subprocess.PIPE
         )
+        await until_requested(c)
+        gate.set()
         out, _ = await process.communicate()
         run = await c.stop(pb.STOP_MODE_IMMEDIATELY)
     assert process.returncode == 0
@@ -103,8 +116,12 @@ async def test_the_command_evaluates_a_run_and_prints_its_scores(cluster: Cluste
 
 async def test_prometheus_sees_the_newest_scores(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await c.start(with_sets(cluster, prompts=400))
-        measured = await evaluate(c)
+        await paused_at(cluster, c, with_sets(cluster), 1)
+        asked = asyncio.create_task(evaluate(c))
+        await until_requested(c)
+        await ask(c, "ResumeRun", until_step=2)
+        measured = await asked
+        await until(c, pb.Run.STATE_PAUSED)
         found = await coordinator_readings(c.runs, c.workers)
         await c.stop(pb.STOP_MODE_IMMEDIATELY)
     readings = {(r.name, *r.labels.values()): r.value for r in found}
@@ -129,7 +146,7 @@ async def test_an_evaluation_that_cannot_be_is_refused_with_the_reason(cluster: 
     async with coordinator(cluster) as c:
         with pytest.raises(NotFoundError, match="there is no run"):
             await evaluate(c)
-        await c.start(run_settings(cluster.directory, prompts=400))
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
         with pytest.raises(FailedPreconditionError, match="no held-out set; start one with data"):
             await evaluate(c)
         await c.stop(pb.STOP_MODE_IMMEDIATELY)
@@ -139,14 +156,11 @@ async def test_an_evaluation_that_cannot_be_is_refused_with_the_reason(cluster: 
 
 async def test_a_stop_answers_whoever_waits_for_an_evaluation(cluster: Cluster) -> None:
     async with coordinator(cluster) as c:
-        await c.start(with_sets(cluster, prompts=400))
-        while (await c.get()).step < 1:
-            await asyncio.sleep(0.005)
+        await paused_at(cluster, c, with_sets(cluster), 1)
         cluster.reward.unavailable = 10**9  # no round ends any more
+        await ask(c, "ResumeRun")
         waiting = asyncio.create_task(evaluate(c))
-        driver = c.runs.active("r").driver
-        while not driver.validator.is_requested and not waiting.done():
-            await asyncio.sleep(0.005)
+        await until_requested(c)
         await c.stop(pb.STOP_MODE_IMMEDIATELY)
         with pytest.raises(FailedPreconditionError, match="ended before the measurement"):
             await waiting
@@ -214,9 +228,8 @@ async def test_a_run_whose_data_has_changed_meanwhile_is_refused_and_goes_on_wit
 ) -> None:
     values = run_settings(cluster.directory, prompts=80)
     async with coordinator(cluster) as c:
-        await c.start(values)
-        while (await c.get()).step < 2:
-            await asyncio.sleep(0.005)
+        await paused_at(cluster, c, values, 2)
+        await ask(c, "ResumeRun")
     write_data(cluster.directory / "train.jsonl", 80, text="{i}+2=")
     async with coordinator(cluster) as c:
         run = await c.until_ended(succeeded=False)

@@ -58,6 +58,19 @@ async def paused_at(cluster: Cluster, c: Coordinator, values: dict[str, Any], st
     return await until(c, PAUSED)
 
 
+async def until_asked(cluster: Cluster) -> None:
+    """Wait until a score was asked for since `hold`: the run is amid a round, which cannot end."""
+    async with asyncio.timeout(60):
+        await cluster.reward.asked.wait()
+
+
+async def until_idle(cluster: Cluster) -> None:
+    """Wait until every replica has heard that its streams were given up."""
+    async with asyncio.timeout(60):
+        while any(rollout.running for rollout in cluster.rollouts):
+            await asyncio.sleep(0.005)
+
+
 async def paused_when(
     cluster: Cluster,
     c: Coordinator,
@@ -145,13 +158,13 @@ async def test_a_run_pauses_any_number_of_times_and_trains_the_same(
     values = run_settings(cluster.directory, prompts=200)
     expected = await whole(cluster, values)
     async with coordinator(cluster) as c:
-        await c.start(values)
+        run = await paused_at(cluster, c, values, 1)
         for pause in range(8):
-            await ask(c, "ResumeRun")
+            await ask(c, "ResumeRun", until_step=run.step + 5)  # of 50: it is not over meanwhile
             await asyncio.sleep(0.02 * pause)
             await ask(c, "PauseRun", mode=mode)
-            await until(c, PAUSED)
-            assert [rollout.running for rollout in cluster.rollouts] == [0, 0]
+            run = await until(c, PAUSED)
+            await until_idle(cluster)
         await ask(c, "ResumeRun")
         await c.until_ended()
         assert await c.schedule() == expected
@@ -207,8 +220,7 @@ async def test_a_run_pauses_and_stops_at_once_while_its_trainer_hangs(
     async with coordinator(cluster) as c:
         gate = cluster.reward.hold()
         await c.start(run_settings(cluster.directory))
-        async with asyncio.timeout(60):
-            await cluster.reward.asked.wait()
+        await until_asked(cluster)
         cluster.trainer.abandons.clear()
         paused = (await ask(c, "PauseRun", mode=pb.PAUSE_MODE_IMMEDIATELY)).run
         assert paused.state == PAUSED
@@ -287,8 +299,7 @@ async def test_a_change_in_the_middle_of_a_round_leaves_that_round_alone(
         await paused_at(cluster, c, values, 1)
         gate = cluster.reward.hold()
         await ask(c, "ResumeRun")
-        async with asyncio.timeout(60):
-            await cluster.reward.asked.wait()
+        await until_asked(cluster)
         await update(c, trainer={"learning_rate": 0.5})
     gate.set()  # the coordinator has died in the round; the next one repeats it as it began
     async with coordinator(cluster) as c:
@@ -530,8 +541,7 @@ async def test_prompts_that_come_during_the_last_measurement_are_trained(
         await paused_at(cluster, c, values, 2)
         gate = cluster.reward.hold()
         await ask(c, "ResumeRun")
-        async with asyncio.timeout(60):
-            await cluster.reward.asked.wait()
+        await until_asked(cluster)
         await ask(c, "AddPrompts", rows=rows("late"))
         gate.set()
         run = await c.until_ended()
@@ -635,7 +645,9 @@ async def test_a_run_is_in_the_queue_before_its_turn_can_come(cluster: Cluster) 
         async def add_and_end_the_active_one(run_id: str) -> None:
             await add(run_id)
             await c.stop(pb.STOP_MODE_IMMEDIATELY)
-            await until(c, RUNNING, run_id)
+            async with asyncio.timeout(60):
+                while (await c.get(run_id)).state == pb.Run.STATE_QUEUED:
+                    await asyncio.sleep(0.005)
 
         c.runs._queue.add = add_and_end_the_active_one
         await c.start(values, run_id="next", queue=True)
