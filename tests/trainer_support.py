@@ -165,7 +165,7 @@ class ServedTrainer:
         request = pb.StartStepRequest(
             run_id=RUN, step=step, weight_version=version, fence=fence, **values
         )
-        await client.call(lambda: self.stub.StartStep(request, timeout=10))
+        await client.call(lambda: self.stub.StartStep(request, timeout=60))
 
     async def finish(
         self,
@@ -188,15 +188,15 @@ class ServedTrainer:
 
     async def abandon(self, step: int, *, fence: int = 1) -> None:
         request = pb.AbandonStepRequest(run_id=RUN, step=step, fence=fence)
-        await client.call(lambda: self.stub.AbandonStep(request, timeout=10))
+        await client.call(lambda: self.stub.AbandonStep(request, timeout=60))
 
     async def get(self) -> pb.GetTrainerResponse:
-        return await client.call(lambda: self.stub.GetTrainer(pb.GetTrainerRequest(), timeout=10))
+        return await client.call(lambda: self.stub.GetTrainer(pb.GetTrainerRequest(), timeout=60))
 
     async def save_checkpoint(self, *, fence: int = 1) -> int:
         request = pb.TrainerServiceSaveCheckpointRequest(run_id=RUN, fence=fence)
         return (
-            await client.call(lambda: self.stub.SaveCheckpoint(request, timeout=30))
+            await client.call(lambda: self.stub.SaveCheckpoint(request, timeout=60))
         ).weight_version
 
     async def train(

@@ -314,8 +314,8 @@ async def test_a_cancelled_call_leaves_the_line() -> None:
 
 async def test_two_thousand_at_once_all_succeed_on_two_slots() -> None:
     async with running(slots=2) as service:
-        quick = [service.score() for _ in range(1000)]
-        slow = [service.score(**NEEDS_A_WORKER) for _ in range(1000)]
+        quick = [service.score(timeout=250) for _ in range(1000)]
+        slow = [service.score(timeout=250, **NEEDS_A_WORKER) for _ in range(1000)]
         scores = await asyncio.gather(*quick, *slow)
         assert {score.reward for score in scores} == {1.0}
         assert (await service.get()).worker_restart_count == 0

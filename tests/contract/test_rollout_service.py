@@ -530,7 +530,7 @@ async def test_300_groups_run_at_once(service):
     await service.apply()
     results = await asyncio.gather(
         *(
-            service.generate(draw=draw(prompt_id=f"p{n}", seeds=[2 * n, 2 * n + 1]))
+            service.generate(timeout=250, draw=draw(prompt_id=f"p{n}", seeds=[2 * n, 2 * n + 1]))
             for n in range(300)
         )
     )

@@ -19,7 +19,7 @@ from tests.trainer_support import (
     trainer_settings,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 class OneDevice(NoDevices):

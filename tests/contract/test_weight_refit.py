@@ -125,7 +125,7 @@ async def test_a_broadcast_brings_it_to_all_at_once(tmp_path, caplog):
 
 async def test_a_broadcast_that_a_member_leaves_ends_and_the_stream_is_the_way_on(tmp_path, caplog):
     there = big(tmp_path / "there", 0)
-    servicer = FaultySender(tmp_path / "there", Broadcaster(HOST, 2, gather_seconds=1))
+    servicer = FaultySender(tmp_path / "there", Broadcaster(HOST, 2, gather_seconds=3))
     async with serving(servicer) as address, client.open_channel(address) as channel:
         stub = weights_service_pb2_grpc.WeightsServiceStub(channel)
         request = pb.JoinBroadcastRequest(run_id="run", weight_version=0)
@@ -175,7 +175,7 @@ async def test_a_stalled_stream_fails_at_its_deadline_on_both_sides(tmp_path):
     servicer.pause_after = 1
     async with serving(servicer) as address:
         with pytest.raises(errors.DeadlineExceededError):
-            await receiver(tmp_path / "here", seconds=1).receive(address, "run", 0)
+            await receiver(tmp_path / "here", seconds=3).receive(address, "run", 0)
         await asyncio.wait_for(servicer.left.wait(), 60)
     assert not version_directory(tmp_path / "here", "run", 0).exists()
 

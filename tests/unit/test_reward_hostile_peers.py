@@ -113,7 +113,7 @@ async def test_a_function_that_writes_into_the_protocol_or_ends_its_worker_gives
 
 async def test_what_a_late_function_started_ends_with_it(directory: Path) -> None:
     started = directory / "pid"
-    async with pool_of(directory, limit=0.3) as pool:
+    async with pool_of(directory, limit=1.0) as pool:
         with pytest.raises(GraderFailedError, match="took more than"):
             await pool.grade(task("4", function="f.py:starts_and_hangs", extra_info=str(started)))
         async with asyncio.timeout(60):

@@ -61,7 +61,7 @@ async def test_a_response_over_its_limit_costs_its_limit_and_one_restart() -> No
 
 
 async def test_a_worker_killed_in_the_middle_costs_a_retry_on_a_fresh_one() -> None:
-    async with running(1, 0.3) as pool:
+    async with running(1, 1.0) as pool:
         grading = asyncio.create_task(verdict(pool, ENDLESS))
         await until(lambda: pool.busy_slot_count == 1)
         os.kill(pool.worker_pids[0], signal.SIGKILL)
