@@ -7,7 +7,7 @@ accumulate and sum a step as the service does, in float32. Rank 0 compares with 
 over the whole batch (`trainer_reference`), made once for all meshes: per weight, max |g - g_ref|
 and that over max |g_ref|; a line has the largest over all weights. Ratios are e^0.5, e^-0.5,
 e^0.05 and e^-0.05, so that a tenth of the tokens is outside the clip range on each side, which is
-checked. Exit status 1: an error is above 1e-5.
+checked. Exit status 1: an error is above 1e-5. `--family mixtral`: experts in the place of a Llama.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from services.trainer.packing import StreamPacker, Window
 from services.trainer.ranks import Ranks
 from services.trainer.settings import OpenRunSettings
 from services.trainer.step_accumulator import StepAccumulator
+from tests.tiny_models import FAMILIES, SGLANG_FAMILIES
 from tests.trainer_support import make_group, make_model, trainer_settings
 
 TOLERANCE = 1e-5
@@ -134,9 +135,9 @@ def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[floa
     return max(absolute.values()).item(), max(relative).item()
 
 
-def prepare(directory: Path, losses: Sequence[str]) -> None:
+def prepare(directory: Path, losses: Sequence[str], family: str) -> None:
     """A model, and the groups and the reference of every case."""
-    model = make_model(directory / "model", spread=SPREAD)
+    model = make_model(directory / "model", spread=SPREAD, family=family)
     for loss in losses:
         for case in CASES:
             groups = groups_of(model, loss, case)
@@ -193,6 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="replicas x shards")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    parser.add_argument("--family", default="llama", choices=[*FAMILIES, *SGLANG_FAMILIES])
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -200,7 +202,7 @@ def main() -> int:
     if options.rank_in:
         return min(1, run_rank(options.rank_in, options.meshes[0], options.losses))
     with tempfile.TemporaryDirectory() as directory:
-        prepare(Path(directory), options.losses)
+        prepare(Path(directory), options.losses, options.family)
         results = [run_mesh(Path(directory), mesh, options.losses) for mesh in options.meshes]
     return 0 if all(results) else 1
 

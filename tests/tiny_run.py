@@ -24,25 +24,27 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps(eos))
 
 
-def write_model(directory: Path, seed: int = 0) -> None:
-    """A random Llama of about 10,000 parameters beside its tokenizer; long answers are common."""
+def write_model(directory: Path, seed: int = 0, family: str = "llama") -> None:
+    """A random model of about 10,000 parameters beside its tokenizer; long answers are common."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny_models import tiny_config
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = tiny_config(
+        family,
         vocab_size=len(CHARACTERS) + 1,
-        hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=16,
         max_position_embeddings=256,
         eos_token_id=len(CHARACTERS),
         bos_token_id=None,
         initializer_range=0.3,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     write_tokenizer(directory)
 
 

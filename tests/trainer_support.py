@@ -13,7 +13,7 @@ import redis.asyncio
 import torch
 from google.protobuf.struct_pb2 import Struct
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rollpacker import wire
 from rollpacker.devices.holder import Devices
@@ -38,6 +38,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.server import TrainerServicer
 from services.trainer.session import Session
 from services.trainer.settings import OpenRunSettings
+from tests.tiny_models import tiny_config
 
 VOCABULARY = 17
 RUN = "run-1"
@@ -45,22 +46,23 @@ MODEL_SEED = 3
 
 
 def make_model(
-    directory: Path, *, tied: bool = True, seed: int = MODEL_SEED, spread: float = 0.4
+    directory: Path,
+    *,
+    tied: bool = True,
+    seed: int = MODEL_SEED,
+    spread: float = 0.4,
+    family: str = "llama",
 ) -> Path:
-    """A random Llama with about 8 thousand parameters; by seed always the same one."""
+    """A random model with about 8 thousand parameters; by seed always the same one."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = tiny_config(
+        family,
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=spread,  # wide, so that logits are far from equal
         tie_word_embeddings=tied,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     return directory
 

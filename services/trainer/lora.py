@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +52,23 @@ def add_adapter(module: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
 
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=_linear_layers(module),
+        task_type="CAUSAL_LM",
     )
     module.requires_grad_(False)
     with in_dtype(module, dtype), torch.random.fork_rng():  # peft takes over that of the layer
         torch.manual_seed(0)
         inject_adapter_in_model(config, module)
+
+
+def _linear_layers(module: nn.Module) -> list[str]:
+    """Names of every linear layer but the head. Experts that share one tensor are not among them,
+    as they are for peft's "all-linear"."""
+    head = cast(Any, module).get_output_embeddings()
+    linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    return sorted(name for name, part in linear.items() if part is not head)
 
 
 def merged(tensors: Iterable[Named], lora: Lora) -> Iterator[Named]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.chunked_head import can_replace_head, head_replaced
 from services.trainer.logprobs import token_logprobs
@@ -106,6 +108,14 @@ class PolicyModel:
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter alone, named as in peft's files, as it is trained. Collective."""
         return adapter_only(self._tensors(trained_only=True))
+
+    def as_in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of the model named and cut as in the files of a checkpoint.
+
+        transformers keeps the experts of a layer in one tensor; files, and the engines that read
+        them, have a tensor for each.
+        """
+        return dict(revert_weight_conversion(cast(PreTrainedModel, self.module), tensors))
 
     def _in_compute_dtype(
         self, tensors: Iterator[tuple[str, Tensor]]

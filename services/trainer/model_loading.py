@@ -3,9 +3,10 @@
     mapped --(adapter added)--> sharded, or moved --> in the master dtype
 
 *mapped*: the parameters are the bytes of the safetensors files in the dtype of the files, mapped
-into memory: none is read until it is used, and ranks of a host share the pages. *sharded*: FSDP
-copies the rows of its rank; the map is let go. Only then are the numbers cast, which is exact, for
-a master dtype is at least as wide.
+into memory: none is read until it is used, and ranks of a host share the pages; only experts are
+read, because a layer's are put together into one tensor. *sharded*: FSDP copies the rows of its
+rank; the map is let go. Only then are the numbers cast, which is exact, for a master dtype is at
+least as wide.
 
 Files whose numbers have more than one floating dtype, or packed ones, are read and cast whole, by
 every rank.
@@ -50,7 +51,7 @@ class MappedModel:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._master = master
         try:
-            self.module = _loaded(directory, _stored_dtype(directory) or master)
+            self.module = _loaded(directory, _stored_dtype(directory) or master, master)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ModelNotFoundError(f"{directory} cannot be loaded: {error}") from error
 
@@ -76,13 +77,15 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         parameter.data = data
 
 
-def _loaded(directory: Path, dtype: torch.dtype) -> nn.Module:
+def _loaded(directory: Path, dtype: torch.dtype, master: torch.dtype) -> nn.Module:
     module = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation="sdpa",
         local_files_only=True,
         use_safetensors=True,
+        # Grouped matrix products, the default, know no float64.
+        experts_implementation="eager" if master == torch.float64 else None,
     )
     module.train(False)  # no dropout; gradients flow all the same
     return cast(nn.Module, module)

@@ -255,8 +255,9 @@ class Replica:
         config = cast(Any, model.module).config
         config.dtype = model.compute_dtype
         if model.lora is None or settings.lora_publish == "merged":
-            return WholeWeights(self._kept(model.whole_tensors()), config)
-        base = self._kept(model.base_tensors()) if with_base else {}
+            whole = model.as_in_files(self._kept(model.whole_tensors()))
+            return WholeWeights(whole, config)
+        base = model.as_in_files(self._kept(model.base_tensors())) if with_base else {}
         adapter = Adapter(self._kept(model.adapter_tensors()), model.lora.peft_config())
         return WholeWeights(base, config, adapter)
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 from services.trainer.lora import Lora
 from services.trainer.model import PolicyModel
 from services.trainer.model_loading import ModelNotFoundError
+from tests.tiny_models import EXPERTS
 from tests.trainer_support import VOCABULARY, make_model
 
 CPU = torch.device("cpu")
@@ -172,3 +173,15 @@ def test_a_truncated_file_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ModelNotFoundError, match=str(directory)):
         PolicyModel(directory, "float32", CPU, None)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_compute_in_every_dtype(tmp_path: Path, family: str) -> None:
+    directory = make_model(tmp_path / "model", family=family)
+    words = torch.arange(12).reshape(2, 6) % VOCABULARY
+    found = [
+        PolicyModel(directory, dtype, torch.device("cpu"), None).logprobs(words, words[:, 1:], 0.7)
+        for dtype in ("float64", "float32")
+    ]
+    assert found[0][0].dtype == torch.float64
+    assert torch.allclose(found[0][0].float(), found[1][0], atol=1e-5)

@@ -9,25 +9,32 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer.ranks import Ranks
 from services.trainer.replica import GatherWeights, Open, Replica, WholeWeights
 from services.trainer.weight_publisher import WeightPublisher
+from tests.tiny_models import SGLANG_FAMILIES
 from tests.trainer_support import make_model, trainer_settings
 
+FILE = "model.safetensors"
 
-def gather(model: Path, dtype: str = "float32") -> WholeWeights:
+
+def gather(model: Path, dtype: str = "float32", lora_rank: int = 0) -> WholeWeights:
     torch.set_num_threads(1)
     replica = Replica(Ranks())
-    replica.execute(Open(model, trainer_settings(dtype=dtype), 1.0, None))
+    settings = trainer_settings(dtype=dtype, lora_rank=lora_rank)
+    replica.execute(Open(model, settings, 1.0, None))
     whole = replica.execute(GatherWeights())
     assert isinstance(whole, WholeWeights)
     return whole
 
 
-def publish(root: Path, model: Path, version: int, dtype: str = "float32") -> Path:
-    whole = gather(model, dtype)
+def publish(
+    root: Path, model: Path, version: int, dtype: str = "float32", lora_rank: int = 0
+) -> Path:
+    whole = gather(model, dtype, lora_rank)
     uri = WeightPublisher(root, model).publish(version, whole.tensors, whole.config)
     assert uri.startswith("file:///")
     return Path(urlsplit(uri).path)
@@ -45,6 +52,19 @@ def test_transformers_loads_what_was_published(tmp_path, tied, dtype):
     assert loaded.state_dict().keys() == original.keys()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, original[name].to(wanted)), name
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("family", SGLANG_FAMILIES)
+def test_the_tensors_have_the_names_and_bits_of_the_files_that_they_came_from(
+    tmp_path, family, lora_rank
+):
+    """Of experts too, which the trainer keeps in one tensor: engines read one for each."""
+    model = make_model(tmp_path / "model", family=family)
+    published = load_file(publish(tmp_path / "weights", model, 0, lora_rank=lora_rank) / FILE)
+    original = load_file(model / FILE)
+    assert published.keys() == original.keys()
+    assert all(torch.equal(published[name], original[name]) for name in original)
 
 
 def test_the_manifest_names_every_other_file_with_its_hash(tmp_path):
