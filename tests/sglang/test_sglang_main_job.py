@@ -75,6 +75,14 @@ async def test_a_run_trains_the_same_responses_on_sglang_and_on_the_embedded_eng
     assert theirs == ours
 
 
+async def test_a_mixture_of_experts_is_trained(tmp_path):
+    """Its weights go from the trainer to the engine after every step."""
+    write_model(tmp_path / "model", family="qwen3_moe")
+    engine = {"slots": 64, "kv_budget_tokens": 8192, "engine": "sglang", "sglang_python": PYTHON}
+    steps = await trained(tmp_path, run_settings(tmp_path, PROMPTS), engine)
+    assert sum(map(len, steps)) == PROMPTS * 2
+
+
 async def test_exact_is_refused_on_a_server_that_ignores_seeds(tmp_path):
     write_model(tmp_path / "model")
     asked, port = options(), free_port()

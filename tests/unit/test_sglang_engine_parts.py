@@ -29,7 +29,9 @@ from services.rollout.sglang_engine.client import (
 )
 from services.rollout.sglang_engine.group_stream import EngineCounters, GroupStream
 from tests.engine_contract import request, seeded
-from tests.tiny_models import save_model
+from tests.tiny_models import EXPERTS, save_model
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,34 @@ def test_weights_are_proven_parameter_by_parameter(model):
     assert served_model.differing_parameters(model, "float32", checksums) == ["model.norm.weight"]
     checksums = {**reported(load_file(model.weight_files[0])), "model.extra": "0" * 16}
     assert served_model.differing_parameters(model, "float32", checksums) == ["model.extra"]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_proven_as_sglang_stacks_them(tmp_path, family):
+    """24 and 48 inner rows are padded to 32 and 64."""
+    directory = served_model.read_directory(save_model(tmp_path, family))
+    tensors = load_file(directory.weight_files[0])
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else PROJECTIONS
+    own = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stacked = {}
+    for stem in {name.partition(".experts.")[0] + ".experts" for name in tensors.keys() - own}:
+        parts = [[tensors[f"{stem}.{i}.{x}.weight"] for x in (gate, up, down)] for i in range(4)]
+        rows = -parts[0][0].shape[0] % 32
+        pad = torch.nn.functional.pad
+        stacked[f"{stem}.w13_weight"] = torch.stack(
+            [torch.cat([pad(x, (0, 0, 0, rows)) for x in (g, u)]) for g, u, _ in parts]
+        )
+        stacked[f"{stem}.w2_weight"] = torch.stack([pad(d, (0, rows)) for _, _, d in parts])
+    assert len(stacked) == 4
+    checksums = reported(own) | {n: served_model._checksum(t) for n, t in stacked.items()}
+    assert served_model.differing_parameters(directory, "float32", checksums) == []
+    for name, tensor in stacked.items():
+        changed = tensor.clone()
+        changed[3, 0, 0] += 1e-6
+        wrong = checksums | {name: served_model._checksum(changed)}
+        assert served_model.differing_parameters(directory, "float32", wrong) == [name]
+        missing = {other: value for other, value in checksums.items() if other != name}
+        assert served_model.differing_parameters(directory, "float32", missing)
 
 
 def test_weights_that_are_not_finite_are_refused(model, tmp_path):

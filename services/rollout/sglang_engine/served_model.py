@@ -6,15 +6,17 @@ beside a copy of config.json without those tokens.
 
 The proof: on a CPU, SGLang's checksum of a parameter is the first 8 bytes of the SHA-256 of its
 memory. The same is computed here from the files, after the fusing that SGLang does (q, k, v into
-qkv; gate, up into gate_up) and its zero padding (the vocabulary to a multiple of 64, the inner size
-of the MLP to a multiple of 32), and every parameter must agree. A missing, stale or torn weight
-cannot pass.
+qkv; gate, up into gate_up; all experts of a layer into w13 and w2) and its zero padding (the
+vocabulary to a multiple of 64, the inner size of the MLP to a multiple of 32), and every parameter
+must agree. A missing, stale or torn weight cannot pass.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +37,21 @@ _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# One expert's matrices as they are called in the files: of Qwen's families, and of Mixtral.
+_EXPERTS: Final = {
+    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2_weight": (("down_proj",), ("w2",)),
+}
+_EXPERT: Final = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<part>\w+)\.weight")
 _PADDED_ROWS: Final = {
     "embed_tokens.weight": 64,
     "lm_head.weight": 64,
     "gate_proj.weight": 32,
     "up_proj.weight": 32,
+    ".w1.weight": 32,
+    ".w3.weight": 32,
 }
-_PADDED_COLUMNS: Final = {"down_proj.weight": 32}
+_PADDED_COLUMNS: Final = {"down_proj.weight": 32, ".w2.weight": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +146,37 @@ def differing_parameters(
 
 def _as_served(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The tensor behind SGLang's parameter `name`, or None."""
+    experts, _, fused = name.rpartition(".")
+    for parts in _EXPERTS.get(fused, ()):
+        if any(f"{experts}.0.{part}.weight" in tensors for part in parts):
+            return _all_experts(experts, parts, tensors)
     names = [name]
     for fused, parts in _FUSED.items():
         if f".{fused}." in name:
             names = [name.replace(fused, part) for part in parts]
-    if any(part not in tensors for part in names):
+    return _joined(names, tensors)
+
+
+def _all_experts(
+    experts: str, parts: Sequence[str], tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """[experts, rows, columns]: the parts of each expert below each other."""
+    joined: list[torch.Tensor] = []
+    for number in itertools.count():
+        names = [f"{experts}.{number}.{part}.weight" for part in parts]
+        if not any(name in tensors for name in names):
+            return torch.stack(joined)
+        one = _joined(names, tensors)
+        if one is None:
+            return None
+        joined.append(one)
+    raise AssertionError("the loop ends behind the last expert")
+
+
+def _joined(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    if any(name not in tensors for name in names):
         return None
-    return torch.cat([_padded(part, tensors[part]) for part in names])
+    return torch.cat([_padded(name, tensors[name]) for name in names])
 
 
 def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -158,15 +192,24 @@ def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _unserved(stored: Collection[str], served: Collection[str], model: ModelDirectory) -> list[str]:
     """Tensors of the files that no parameter of the server stands for."""
-    fused_name = {part: fused for fused, parts in _FUSED.items() for part in parts}
     tied = bool(model.config.get("tie_word_embeddings"))
     missing = []
     for name in stored:
-        shown = ".".join(fused_name.get(word, word) for word in name.split("."))
         idle = name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-        if shown not in served and not idle:
+        if _served_name(name) not in served and not idle:
             missing.append(name)
     return missing
+
+
+def _served_name(name: str) -> str:
+    """The parameter of the server that a tensor of the files is part of."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        for fused, spellings in _EXPERTS.items():
+            if any(expert["part"] in parts for parts in spellings):
+                return f"{expert['experts']}.{fused}"
+    fused_name = {part: fused for fused, parts in _FUSED.items() for part in parts}
+    return ".".join(fused_name.get(word, word) for word in name.split("."))
 
 
 def _checksum(tensor: torch.Tensor) -> str:

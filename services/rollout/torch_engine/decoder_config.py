@@ -161,5 +161,7 @@ def _read_rope(values: Mapping[str, Any]) -> RopeConfig:
 
 def _unsupported(key: str, value: object, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(
-        "weights_uri", f"config.json has {key}={value!r}; this engine serves {wanted}"
+        "weights_uri",
+        f"config.json has {key}={value!r}; this engine serves {wanted}; SGLang serves more"
+        " (ROLLPACKER_ROLLOUT_ENGINE=sglang)",
     )
