@@ -77,6 +77,7 @@ from services.coordinator.round_context import (
 
 _WAIT_LOG_SECONDS = 30.0
 _REPORT_SECONDS = 0.25
+_LAUNCHES_AT_ONCE = 64
 _MAX_FAILURES = 3  # of one draw, apart from replicas that go away
 _MAX_LOSSES = 20  # of replicas that run one draw: it may be what kills them
 _REPLICA_GONE = ("WEIGHT_VERSION_MISMATCH",)
@@ -274,6 +275,8 @@ class CommandRunner:
             case LaunchGroup(draw, replica_id, indices):
                 task = self._spawn(self._generate(draw, replica_id, indices))
                 self._streams[draw] = (replica_id, task)
+                if len(self._streams) % _LAUNCHES_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # these begin, and others have their turn
             case AbortGroup(draw):
                 _, task = self._streams.pop(draw)
                 task.cancel()
@@ -329,9 +332,11 @@ class CommandRunner:
 
     def _let_go_if_drained(self, replica_id: str) -> None:
         """A draining replica without streams is lost; if it is alive, it is brought up again."""
+        if replica_id not in self._draining:
+            return
         own = asyncio.current_task()
         tasks = [task for name, task in self._streams.values() if name == replica_id]
-        if replica_id in self._draining and all(task.done() for task in tasks if task is not own):
+        if all(task.done() for task in tasks if task is not own):
             self._draining.discard(replica_id)
             if self._replicas.lost(replica_id):
                 _log.info("replica %s has handed back its work", replica_id)

@@ -21,6 +21,7 @@ from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import EngineSpec, PromptGroup, SamplingParameters
 from services.coordinator.command_runner import CommandRunner, RoundResult
 from services.coordinator.expected_lengths import expected_tokens
+from services.coordinator.garbage import full_collections_wait
 from services.coordinator.parallelism import ParallelismPlanner
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
@@ -121,7 +122,8 @@ class RoundRunner:
             rebalances=self._settings.tail_batching.rebalance,
         )
         started = time.monotonic()
-        result = await runner.run(restored)
+        with full_collections_wait():
+            result = await runner.run(restored)
         await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
         ready = replicas.first_ready_at or started
         if sizes:

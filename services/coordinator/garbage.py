@@ -1,0 +1,25 @@
+"""Garbage collection around a round.
+
+While a round runs, everything that it has made is in use. A full collection looks at all of it,
+finds nothing (rounds leave no reference cycles behind, as `gc.DEBUG_SAVEALL` shows), and stops the
+event loop meanwhile: for 1.2 s with 30,000 responses under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+_NEVER = 1 << 30  # collections of the generation before
+
+
+@contextlib.contextmanager
+def full_collections_wait() -> Iterator[None]:
+    """Objects that have outlived two collections are not looked at again before the end of this."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)

@@ -1,0 +1,36 @@
+"""Full collections wait for the end of a round."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from services.coordinator.garbage import full_collections_wait
+
+
+def full_collections() -> int:
+    return gc.get_stats()[2]["collections"]
+
+
+def make_objects_that_stay() -> int:
+    """Full collections meanwhile."""
+    before = full_collections()
+    kept = [[] for _ in range(400_000)]
+    assert kept
+    return full_collections() - before
+
+
+def test_nothing_old_is_collected_before_the_end_and_then_it_is_as_before() -> None:
+    thresholds = gc.get_threshold()
+    with full_collections_wait():
+        assert make_objects_that_stay() == 0
+    assert gc.get_threshold() == thresholds
+    assert make_objects_that_stay() > 0
+
+
+def test_a_round_that_fails_ends_the_wait() -> None:
+    thresholds = gc.get_threshold()
+    with pytest.raises(RuntimeError), full_collections_wait():
+        raise RuntimeError
+    assert gc.get_threshold() == thresholds
