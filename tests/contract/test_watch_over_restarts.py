@@ -72,7 +72,8 @@ async def test_a_watcher_tells_every_step_once_though_the_coordinator_is_killed(
     redis_url: str,
 ) -> None:
     for rollout in cluster.rollouts:
-        rollout.token_seconds = 0.004  # the run must still go on when the watcher has begun
+        rollout.token_seconds = 0.004  # the run must still go on when its coordinator is killed
+    gate = cluster.reward.hold()  # and no step may be over when the watcher begins
     address = f"127.0.0.1:{free_port()}"
     told: list[str] = []
     steps: list[int] = []
@@ -89,6 +90,9 @@ async def test_a_watcher_tells_every_step_once_though_the_coordinator_is_killed(
                 stdout=asyncio.subprocess.PIPE,
             )
             assert watch.stdout is not None
+            if not told:
+                told.append((await watch.stdout.readline()).decode().rstrip())
+                gate.set()
             while (step := await next_step(watch.stdout, told)) is not None:
                 steps.append(step)
                 if step == kill_at:
