@@ -156,5 +156,5 @@ def _torchrun(processes: int, port: int, command: tuple[str, ...]) -> tuple[str,
         "--max-restarts=0",
         "--no-python",
     )
-    rank = (sys.executable, "-I", "-S", str(child.__file__), "any", *command)
+    rank = (sys.executable, "-I", "-S", str(child.__file__), "agent", *command)
     return (sys.executable, "-m", "torch.distributed.run", *options, *rank)

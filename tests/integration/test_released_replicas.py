@@ -29,7 +29,7 @@ def values(directory: Path, **tail: object) -> dict:
 
 async def test_released_replicas_change_nothing_and_come_back(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    async with running_stack(tmp_path, rollouts=2) as real:
+    async with running_stack(tmp_path, slots=4, rollouts=2) as real:
         expected = await real.run("undisturbed", values(tmp_path))
         moved = 0
         for rule in ("half", "idle"):

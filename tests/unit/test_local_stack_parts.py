@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollpacker.local_stack import redis_server, services
+from rollpacker.local_stack import child, redis_server, services
 from rollpacker.local_stack.ports import free_port, is_free
 from rollpacker.local_stack.services import StackLayout, StackSize
 from services.coordinator.settings import CoordinatorSettings
@@ -47,6 +49,28 @@ def test_each_service_reads_its_settings_from_the_environment_it_is_given(
         assert read.redis_url == "unix:///r.sock"
     if name in ("rollout-1", "trainer-0"):
         assert read.weights_root == Path("/stack/weights")
+
+
+CHILD = (sys.executable, "-I", "-S", str(child.__file__))
+LIVES = (sys.executable, "-c", "print('lives')")
+
+
+def test_a_rank_of_an_agent_that_has_died_before_it_began_does_not_begin() -> None:
+    agent = subprocess.Popen((sys.executable, "-c", ""))
+    agent.wait()
+    orphan = subprocess.run(
+        (*CHILD, "agent", *LIVES),
+        env={**os.environ, "ROLLPACKER_AGENT_PID": str(agent.pid)},
+        capture_output=True,
+        check=False,
+    )
+    assert (orphan.returncode, orphan.stdout) == (1, b"")
+
+
+def test_a_rank_knows_the_agent_that_started_it() -> None:
+    agent = f"import subprocess; subprocess.run({(*CHILD, 'agent', *LIVES)}, check=True)"
+    command = (*CHILD, str(os.getpid()), sys.executable, "-c", agent)
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"lives\n"
 
 
 def test_the_coordinator_is_stopped_first_and_redis_last(tmp_path: Path) -> None:
