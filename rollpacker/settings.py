@@ -76,10 +76,11 @@ class TailBatchingSettings(Section):
         description="let preemptions decide the tensor-parallel size, up to so many devices (of"
         " one host); a launched SGLang only; 0: engines keep their own",
     )
-    rebalance: bool = Field(
-        False,
+    rebalance: bool | None = Field(
+        None,
         description="let a replica without work take over a group of one that has several; the"
-        " embedded engine takes its tokens over at the cost of a prefill, SGLang samples them anew",
+        " embedded engine takes its tokens over at the cost of a prefill, SGLang samples them anew."
+        " Default: in mode auto where no replica samples anew, else off",
     )
     scale_down: bool = Field(
         False,

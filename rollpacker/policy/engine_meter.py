@@ -16,6 +16,7 @@ when a response ends, so until then the KV that they fill is not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -149,6 +150,7 @@ class EngineMeter:
         self._capacities: dict[str, int] = {}  # KV tokens, of every replica that joined
         self._replicas: dict[str, _Replica] = {}
         self._groups: dict[DrawId, _Group] = {}
+        self._launches: Counter[DrawId] = Counter()
 
     @property
     def replicas(self) -> int:
@@ -159,6 +161,11 @@ class EngineMeter:
     def kv_capacity(self) -> int:
         """Tokens that the smallest replica holds; 0: not known, no limit."""
         return min(self._capacities.values(), default=0)
+
+    @property
+    def moved(self) -> frozenset[DrawId]:
+        """Groups that were launched again: what these carry are not only drafts of old weights."""
+        return frozenset(draw for draw, count in self._launches.items() if count > 1)
 
     def handled(self, event: Event, commands: Sequence[Command]) -> None:
         """The round was told this, and asked for that."""
@@ -190,6 +197,7 @@ class EngineMeter:
         replica.running += len(indices)
         replica.starts += start * len(indices)
         self._groups[draw] = _Group(name, dict.fromkeys(indices, start))
+        self._launches[draw] += 1
 
     def _stopped(self, draw: DrawId) -> None:
         group = self._groups.pop(draw, None)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -76,6 +76,7 @@ class RoundSeen:
     replicas: int
     kv_capacity: int  # tokens per replica; 0: not known, no limit
     prompt_tokens: float
+    moved: Set[DrawId] = frozenset()  # of the trained groups; their drafts say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,9 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
             age = seen.step - group.first_step
             ended = group.response_tokens
             _count(responses, age, *_compared(before.first_tokens, ended))
-            had = float(sum(before.response_tokens))
-            _count(drafts, age, had, min(had, float(group.carried_tokens)))
+            if group.draw not in seen.moved:
+                had = float(sum(before.response_tokens))
+                _count(drafts, age, had, min(had, float(group.carried_tokens)))
         _remember(groups, group.draw, SeenGroup(group.first_step, group.response_tokens, True))
     for item in seen.deferred:
         if _sampled(item.draw.id, one_in):

@@ -1,8 +1,12 @@
 """Modes against each other beyond the paper, with the parameters that were fitted to it.
 
-All modes of a scenario see the same prompts, lengths and noise, on the same placement: what differs
-is the schedule. A scenario is a cap (with the model that the paper runs at it, 32B beyond 32k), a
-within-prompt correlation and a task; a mode is a value of `TailBatchingRules`, or the planner.
+All modes of a scenario see the same prompts, lengths and noise. A scenario is a cap (with the
+model that the paper runs at it, 32B beyond 32k), a within-prompt correlation and a task; a mode is
+a value of `TailBatchingRules`, or the planner.
+
+`schedule` says what becomes of idle replicas: nothing (`plain`: the same placement for all), they
+take groups over (`rebalance`, which a live run in mode `auto` does unless told otherwise), or they
+train as well where nothing is left to take over (`rebalance, idle`: with `scale_down_rule: idle`).
 
 `coupling` says how a deferred response comes out: `measured` (the table in `workload`), `frozen`
 (the same again), `fresh` (the paper's own rule). `carry_over` is the share of its tokens that need
@@ -41,6 +45,7 @@ from rollpacker.simulation.scenario import (
     carried,
     ladder,
 )
+from rollpacker.simulation.schedule import PLAIN, REBALANCED, TRAINING_IDLE
 from rollpacker.simulation.simulator import Simulator, StepTrace
 from rollpacker.simulation.steering import PlannedSteering, planner_rules
 from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, WorkloadRules
@@ -62,6 +67,10 @@ class Mode:
     coupling: str
     carry_over: str
     planned: bool = False
+    schedule: str = "plain"
+
+
+SCHEDULES = {"plain": PLAIN, "rebalance": REBALANCED, "rebalance, idle": TRAINING_IDLE}
 
 
 def modes() -> tuple[Mode, ...]:
@@ -74,11 +83,18 @@ def modes() -> tuple[Mode, ...]:
         Mode("paper", PAPER, FRESH, "fresh", "none"),
         *(Mode("exact", rules, MEASURED, "measured", "none") for rules in exact.values()),
         Mode("exact", exact[2], MEASURED_CARRY_OVER, "measured", "measured"),
-        Mode("auto", drifting, MEASURED, "measured", "none", planned=True),
-        Mode("auto", drifting, MEASURED_CARRY_OVER, "measured", "measured", planned=True),
-        Mode("auto", start, FROZEN, "frozen", "none", planned=True),
-        Mode("auto", start, carried(0.5), "frozen", "0.5", planned=True),
-        Mode("auto", start, carried(0.9), "frozen", "0.9", planned=True),
+        *(
+            dataclasses.replace(mode, schedule=schedule)
+            for mode in (
+                Mode("auto", drifting, MEASURED, "measured", "none", planned=True),
+                Mode("auto", drifting, MEASURED_CARRY_OVER, "measured", "measured", planned=True),
+                Mode("auto", start, FROZEN, "frozen", "none", planned=True),
+                Mode("auto", start, carried(0.5), "frozen", "0.5", planned=True),
+                Mode("auto", start, carried(0.9), "frozen", "0.9", planned=True),
+            )
+            for schedule in SCHEDULES
+            if schedule != "rebalance, idle" or mode.carry_over in ("none", "measured")
+        ),
     )
 
 
@@ -139,7 +155,17 @@ def run_mode(
 ) -> list[StepTrace]:
     """All steps of a mode on a workload; `gpus`: 0 for the paper's."""
     model = model_for(rules.cap)
-    scenario = Scenario(model, rules, mode.rules, mode.drift, steps=steps, gpus=gpus)
+    schedule = SCHEDULES[mode.schedule]
+    scenario = Scenario(
+        model,
+        rules,
+        mode.rules,
+        mode.drift,
+        steps=steps,
+        gpus=gpus,
+        scales_down=schedule.releases_idle,
+        schedule=schedule,
+    )
     steering = None
     if mode.planned:
         steering = PlannedSteering(
@@ -171,6 +197,7 @@ def _scenario(
             "levels": max(step.level for step in done),
             "coupling": mode.coupling,
             "carry_over": mode.carry_over,
+            "schedule": mode.schedule,
             **_measures(done, base, uncensored),
         }
 
@@ -193,6 +220,7 @@ def _oracle(
         "levels": 0,
         "coupling": "frozen",
         "carry_over": "none",
+        "schedule": "plain",
         **_measures(done, base, int(lengths.sum())),
     }
 

@@ -116,6 +116,7 @@ def round_seen(logged: LoggedRound) -> RoundSeen:
         meter.replicas,
         meter.kv_capacity,
         meter.prompt_tokens,
+        meter.moved,
     )
 
 

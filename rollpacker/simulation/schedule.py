@@ -43,6 +43,8 @@ class Schedule:
 
 
 PLAIN = Schedule()
+REBALANCED = Schedule(rebalances=True)  # what a live run in mode auto does
+TRAINING_IDLE = Schedule(rebalances=True, releases=1 << 20, releases_idle=True)
 SPREAD = Schedule(spreads_groups=True)
 AS_PUBLISHED = Schedule(spreads_groups=True, releases_by_cap=True)  # our reading of the paper
 

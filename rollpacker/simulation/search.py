@@ -22,7 +22,7 @@ from rollpacker.simulation.simulator import Simulator, StepTrace
 from rollpacker.simulation.workload import MEASURED_ACCEPTANCE, MIX, Workload, WorkloadRules, by_age
 
 CAPS, RHOS = (8192, 16384, 32768), (0.3, 0.6, 0.9)
-_ALL = 1 << 20  # releases: no limit
+_ALL = schedules.TRAINING_IDLE.releases  # no limit
 BASES = {"exact": (ladder(1.75, 2.0), MEASURED), "paper": (PAPER, FRESH)}
 
 

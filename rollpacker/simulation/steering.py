@@ -65,6 +65,7 @@ def round_seen(step: StepTrace, kv_capacity: int) -> RoundSeen:
         trace.meter.replicas,
         kv_capacity,
         trace.meter.prompt_tokens,
+        trace.meter.moved,
     )
 
 

@@ -382,12 +382,15 @@ class GetEngineResponse(_message.Message):
     ENGINE_KIND_FIELD_NUMBER: _builtins.int
     REPLAYS_BY_SEED_FIELD_NUMBER: _builtins.int
     CHANGES_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    TAKES_DRAFTS_FIELD_NUMBER: _builtins.int
     engine_kind: _builtins.str
     """"torch" or "sglang"."""
     replays_by_seed: _builtins.bool
     """Whether the same seed gives the same response whatever else runs; `exact` needs it."""
     changes_tensor_parallel_size: _builtins.bool
     """Whether ApplyEngineSpec may change tensor_parallel_size."""
+    takes_drafts: _builtins.bool
+    """Whether drafts save decoding: without it a group that moves is sampled anew."""
     @_builtins.property
     def spec(self) -> Global___EngineSpec:
         """The spec in force; weight_version -1 before the first ApplyEngineSpec."""
@@ -404,10 +407,11 @@ class GetEngineResponse(_message.Message):
         engine_kind: _builtins.str = ...,
         replays_by_seed: _builtins.bool = ...,
         changes_tensor_parallel_size: _builtins.bool = ...,
+        takes_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_tensor_parallel_size", b"changes_tensor_parallel_size", "engine_kind", b"engine_kind", "replays_by_seed", b"replays_by_seed", "spec", b"spec", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_tensor_parallel_size", b"changes_tensor_parallel_size", "engine_kind", b"engine_kind", "replays_by_seed", b"replays_by_seed", "spec", b"spec", "stats", b"stats", "takes_drafts", b"takes_drafts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,12 +124,12 @@ class CommandRunner:
         observers: Sequence[Observer] = (),
         take_draws: Callable[[int], list[Draw]] | None = None,
         *,
-        rebalances: bool = False,
+        rebalances: bool | None = False,
     ) -> None:
         """`scale_down`: what may release replicas while the last responses run. `observers` are
         told every event and what the round answered. `take_draws`: the next draws of the data,
         which `context` knows from then on; for dynamic sampling. `rebalances`: idle replicas take
-        groups over."""
+        groups over; None: where all replicas take drafts."""
         self._rebalances = rebalances
         self._moved_groups = 0
         self._scale_down = scale_down
@@ -201,7 +201,7 @@ class CommandRunner:
                 self._idle.lost(event.replica_id, event.at)
             if finish := await self._handle(event):
                 return finish
-            if self._rebalances:
+            if self._replicas.take_drafts if self._rebalances is None else self._rebalances:
                 await self._rebalance()
             await self._release_replicas()
             self._report()

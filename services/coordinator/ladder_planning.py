@@ -80,6 +80,7 @@ def memory_after(state: RunState, result: RoundResult) -> Mapping[str, Any]:
         meter.replicas,
         meter.kv_capacity,
         meter.prompt_tokens,
+        meter.moved,
     )
     memory = memory_from_json(state.ladder_memory)
     return memory_to_json(remembered(memory, seen))

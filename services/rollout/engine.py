@@ -103,6 +103,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether a request's draft saves decoding; it is ignored otherwise."""
+        ...
+
+    @property
     def changes_tensor_parallel_size(self) -> bool:
         """Whether `load_weights` may ask for another one."""
         ...

@@ -68,6 +68,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.forget_next = 0  # calls that meet an engine which has lost its weights
         self.replays = True
         self.resizes = True
+        self.takes_drafts = True
         self.preempts = 0  # of the last group at tensor-parallel size 1
         self.preemption_count = 0
         self.applied = asyncio.Event()  # a spec was
@@ -102,6 +103,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
             engine_kind="fake",
             replays_by_seed=self.replays,
             changes_tensor_parallel_size=self.resizes,
+            takes_drafts=self.takes_drafts,
         )
 
     async def GenerateGroup(self, request: Any, context: Any) -> AsyncIterator[Any]:

@@ -277,6 +277,16 @@ async def test_idle_replicas_that_take_groups_over_change_no_draw_seed_step_or_r
     assert all(step.metrics["rollout/moved_groups"] == 0 for step in expected[2])
 
 
+@pytest.mark.parametrize("takes_drafts", [True, False])
+async def test_auto_moves_groups_only_where_they_keep_their_tokens(
+    cluster: Cluster, takes_drafts: bool
+) -> None:
+    cluster.rollouts[0].token_seconds = 0.01  # the other one is through long before
+    cluster.rollouts[1].takes_drafts = takes_drafts
+    _, _, steps, _ = await trained_with(cluster, "auto", mode="auto")
+    assert (sum(step.metrics["rollout/moved_groups"] for step in steps) > 0) == takes_drafts
+
+
 async def test_a_replica_with_room_for_everything_leaves_the_others_their_share(
     cluster: Cluster,
 ) -> None:

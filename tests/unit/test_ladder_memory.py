@@ -63,6 +63,15 @@ def rounds(count: int, seed: int, *, same: float = 1.0) -> list[RoundSeen]:
     return found
 
 
+def test_what_a_moved_group_carries_does_not_count_as_an_accepted_draft() -> None:
+    seen = rounds(2, 0)
+    all_carried = [replace(group, carried_tokens=10**6) for group in seen[1].trained]
+    back = replace(seen[1], trained=all_carried)
+    assert after([seen[0], back]).draft_tokens
+    moved = replace(back, moved=frozenset(group.draw for group in all_carried))
+    assert not after([seen[0], moved]).draft_tokens
+
+
 def after(seen: list[RoundSeen], memory: LadderMemory | None = None) -> LadderMemory:
     memory = memory or LadderMemory()
     for round_ in seen:
