@@ -19,6 +19,7 @@ GIB = 1024**3
 _COMPUTE, _MASTER = 2, 4  # bytes of a bfloat16, of a float32
 _STATES = 4  # float32 numbers per parameter: weight, gradient, two moments
 _HEAD_BYTES = GIB // 2  # logits that exist at once: 2^26 and a chunk of 2^24 three times, float32
+_ROUTE = 20  # numbers that a token keeps for each of its experts: places, weights
 _PREFETCHED_LAYERS = 2  # gathered at once: the one at work and the next
 
 
@@ -99,12 +100,18 @@ def head_work(shape: ModelShape) -> Part:
 
 def saved_layer_bytes(shape: ModelShape, shards: int) -> int:
     """Per token, what one layer keeps for its backward pass, without recomputing."""
-    residual = 13 if shards == 1 else 8  # autocast keeps the residual stream in float32
+    hidden, inner, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
+    if shape.experts:  # each expert of a token has inputs and outputs of its own
+        wide = 2 if shards == 1 else 1  # autocast keeps the experts' in float32
+        residual, feed_forward = 12 if shards == 1 else 8, wide * chosen * (2 * hidden + 4 * inner)
+        feed_forward += 2 * shape.experts + _ROUTE * chosen
+    else:
+        residual, feed_forward = 13 if shards == 1 else 8, 4 * inner  # autocast: in float32
     attention = (2 + (3 if shape.qk_norm else 0)) * (shape.query_size + shape.kv_size)
     statistics = 4 + 2 * shape.query_heads + (
         2 * (shape.query_heads + shape.kv_heads) if shape.qk_norm else 0
     )  # fmt: skip
-    numbers = residual * shape.hidden_size + 4 * shape.intermediate_size + attention + statistics
+    numbers = residual * hidden + feed_forward + attention + statistics
     return _COMPUTE * numbers
 
 
