@@ -100,19 +100,22 @@ def head_work(shape: ModelShape) -> Part:
 
 def saved_layer_bytes(shape: ModelShape, shards: int) -> int:
     """Per token, what one layer keeps for its backward pass, without recomputing."""
-    hidden, inner, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
-    if shape.experts:  # each expert of a token has inputs and outputs of its own
-        wide = 2 if shards == 1 else 1  # autocast keeps the experts' in float32
-        residual, feed_forward = 12 if shards == 1 else 8, wide * chosen * (2 * hidden + 4 * inner)
-        feed_forward += 2 * shape.experts + _ROUTE * chosen
-    else:
-        residual, feed_forward = 13 if shards == 1 else 8, 4 * inner  # autocast: in float32
     attention = (2 + (3 if shape.qk_norm else 0)) * (shape.query_size + shape.kv_size)
     statistics = 4 + 2 * shape.query_heads + (
         2 * (shape.query_heads + shape.kv_heads) if shape.qk_norm else 0
     )  # fmt: skip
-    numbers = residual * hidden + feed_forward + attention + statistics
-    return _COMPUTE * numbers
+    return _COMPUTE * (_stream_numbers(shape, shards) + attention + statistics)
+
+
+def _stream_numbers(shape: ModelShape, shards: int) -> int:
+    """Of the residual stream and the feed-forward part; one process keeps more, in float32."""
+    hidden, inner, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
+    if not shape.experts:
+        return (13 if shards == 1 else 8) * hidden + 4 * inner
+    wide = 2 if shards == 1 else 1
+    experts = chosen * (wide * (2 * hidden + 4 * inner) + _ROUTE)  # each has inputs of its own
+    router = 2 * shape.experts
+    return (12 if shards == 1 else 8) * hidden + experts + router
 
 
 def activation_bytes_per_token(shape: ModelShape, shards: int, recompute: bool) -> int:
