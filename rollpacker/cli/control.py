@@ -132,7 +132,7 @@ def drop(
     reason: Annotated[str, typer.Option(help="For the list of dropped draws.")],
     coordinator: CoordinatorAddress = DEFAULT_ADDRESS,
 ) -> None:
-    """Take deferred draws out of the queue."""
+    """Take draws out of the queue, or out of the data that are not drawn yet."""
     with told_in_one_line():
         names = [draw_id(text) for text in draws]
 

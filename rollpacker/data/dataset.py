@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from rollpacker.data.mix import WeightedMix
-from rollpacker.types import Prompt
+from rollpacker.types import DrawId, Prompt
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -126,6 +126,19 @@ class PromptDataset(Sequence[Prompt]):
                 f" {self.epochs} epochs of {len(self)} prompts; was the data file changed?"
             )
         return (self.epochs - cursor.epoch) * len(self) - cursor.position
+
+    def ahead(self, cursor: DataCursor, draws: Collection[DrawId]) -> set[DrawId]:
+        """Those of these draws that come behind the cursor."""
+        epochs = set(range(cursor.epoch, self.epochs))
+        if self._mix is None:
+            epochs &= {draw.epoch for draw in draws}
+        found: set[DrawId] = set()
+        for epoch in sorted(epochs):
+            taken = cursor.position if epoch == cursor.epoch else 0
+            for number, prompt in self._order(epoch)[taken:]:
+                if (draw := DrawId(number, prompt.prompt_id)) in draws:
+                    found.add(draw)
+        return found
 
     @functools.cached_property
     def digest(self) -> str:

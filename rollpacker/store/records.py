@@ -39,11 +39,17 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class DroppedDraw:
-    """A draw that was taken out of the queue and will not be trained."""
+    """A draw that will not be trained: taken out of the queue, or before it was drawn. While the
+    cursor is before it, it has no seeds."""
 
     item: DeferredDraw
     reason: str
     step: int  # steps committed when it was dropped
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its prompt is still to be passed over."""
+        return not self.item.draw.seeds
 
 
 @dataclass(frozen=True, slots=True)

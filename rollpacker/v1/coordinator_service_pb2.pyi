@@ -929,7 +929,7 @@ class DropDrawsRequest(_message.Message):
     """For the list of dropped draws."""
     @_builtins.property
     def draws(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrawName]:
-        """Of the queue."""
+        """Of the queue, or not drawn yet."""
 
     def __init__(
         self,
@@ -1175,7 +1175,7 @@ class ListDeferredDrawsResponse(_message.Message):
 
     @_builtins.property
     def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___DroppedDraw]:
-        """Taken out of the queue by DropDraws."""
+        """Taken out by DropDraws."""
 
     def __init__(
         self,
@@ -1206,7 +1206,7 @@ class DroppedDraw(_message.Message):
     """Steps that were committed when it was dropped."""
     @_builtins.property
     def draw(self) -> _types_pb2.Draw:
-        """The draw; RequeueDraws brings it back."""
+        """The draw; RequeueDraws brings it back. Without seeds until its turn has come."""
 
     def __init__(
         self,

@@ -108,16 +108,19 @@ class CoordinatorServiceStub:
     """
     RequeueDraws: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.RequeueDrawsRequest, _coordinator_service_pb2.RequeueDrawsResponse]
     """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
-    before the next round; dropped draws come back with their seeds. A draw that the round under
-    way has taken is left alone unless it is deferred again.
+    before the next round; dropped draws come back with their seeds, or, if their turn has not come
+    yet, to their place in the data. A draw that the round under way has taken is left alone unless
+    it is deferred again.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
     INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
     """
     DropDraws: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.DropDrawsRequest, _coordinator_service_pb2.DropDrawsResponse]
-    """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
-    dropped, with the reason. A draw that the round under way has taken is left alone unless it is
-    deferred again.
+    """Takes draws out of the long-prompt queue for good, before the next round, or, of a run that is
+    active, out of the data that it has not drawn yet: those are passed over when their turn comes. A
+    prompt of AddPrompts can be dropped when a round has begun since. They are listed as dropped,
+    with the reason. A draw that the round under way has taken is left alone unless it is deferred
+    again. A rewind brings none back: one that is not drawn there is passed over.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
     INVALID_ARGUMENT: no draw, or no reason.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
@@ -275,16 +278,19 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     RequeueDraws: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.RequeueDrawsRequest, _coordinator_service_pb2.RequeueDrawsResponse]  # type: ignore[assignment]
     """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
-    before the next round; dropped draws come back with their seeds. A draw that the round under
-    way has taken is left alone unless it is deferred again.
+    before the next round; dropped draws come back with their seeds, or, if their turn has not come
+    yet, to their place in the data. A draw that the round under way has taken is left alone unless
+    it is deferred again.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
     INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
     """
     DropDraws: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.DropDrawsRequest, _coordinator_service_pb2.DropDrawsResponse]  # type: ignore[assignment]
-    """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
-    dropped, with the reason. A draw that the round under way has taken is left alone unless it is
-    deferred again.
+    """Takes draws out of the long-prompt queue for good, before the next round, or, of a run that is
+    active, out of the data that it has not drawn yet: those are passed over when their turn comes. A
+    prompt of AddPrompts can be dropped when a round has begun since. They are listed as dropped,
+    with the reason. A draw that the round under way has taken is left alone unless it is deferred
+    again. A rewind brings none back: one that is not drawn there is passed over.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
     INVALID_ARGUMENT: no draw, or no reason.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
@@ -505,8 +511,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.RequeueDrawsResponse, _abc.Awaitable[_coordinator_service_pb2.RequeueDrawsResponse]]:
         """Moves deferred draws to the front of a level of the long-prompt queue, in the given order,
-        before the next round; dropped draws come back with their seeds. A draw that the round under
-        way has taken is left alone unless it is deferred again.
+        before the next round; dropped draws come back with their seeds, or, if their turn has not come
+        yet, to their place in the data. A draw that the round under way has taken is left alone unless
+        it is deferred again.
         Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
         INVALID_ARGUMENT: no draw, or a level outside 1 to the run's deferral_levels.
         FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
@@ -518,9 +525,11 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_service_pb2.DropDrawsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.DropDrawsResponse, _abc.Awaitable[_coordinator_service_pb2.DropDrawsResponse]]:
-        """Takes draws out of the long-prompt queue for good, before the next round. They are listed as
-        dropped, with the reason. A draw that the round under way has taken is left alone unless it is
-        deferred again.
+        """Takes draws out of the long-prompt queue for good, before the next round, or, of a run that is
+        active, out of the data that it has not drawn yet: those are passed over when their turn comes. A
+        prompt of AddPrompts can be dropped when a round has begun since. They are listed as dropped,
+        with the reason. A draw that the round under way has taken is left alone unless it is deferred
+        again. A rewind brings none back: one that is not drawn there is passed over.
         Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND, DRAW_NOT_FOUND).
         INVALID_ARGUMENT: no draw, or no reason.
         FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.

@@ -4,6 +4,10 @@ A change stands in the run's log (`RunStore.append_change`) until a step begins;
 gives the state that contains it. So the same log gives the same state after a crash, and again
 after a rewind. Each change may be taken twice without further effect.
 
+A draw may be dropped before it is drawn: it stands among the dropped ones until the data come to it
+and pass it over (`PromptSource`). Which draws are ahead is told by who knows the data. So a draw
+stays dropped when a rewind takes its first launch back.
+
 Temperature and the cap of a response are part of what a deferred draw means: its seeds replay a
 response only under the same. Such an update waits in the state until the queue is empty; until then
 no new prompts are drawn (`RunDriver`). So does one that takes the last deferral level away.
@@ -12,13 +16,13 @@ no new prompts are drawn (`RunDriver`). So does one that takes the last deferral
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rollpacker.settings import RunSettings, SettingsError, merge_settings, parse_run_settings
 from rollpacker.store.records import DroppedDraw, RunState
-from rollpacker.types import DeferredDraw, DrawId
+from rollpacker.types import DeferredDraw, Draw, DrawId
 
 UPDATABLE = (
     "max_steps",
@@ -52,7 +56,7 @@ class ForceLongRound:
 
 @dataclass(frozen=True, slots=True)
 class RequeueDraws:
-    """Move draws to the front of a level; dropped ones come back."""
+    """Move draws to the front of a level; dropped ones come back, to the data if not drawn yet."""
 
     draws: tuple[DrawId, ...]
     level: int  # from 1
@@ -60,7 +64,7 @@ class RequeueDraws:
 
 @dataclass(frozen=True, slots=True)
 class DropDraws:
-    """Take draws out of the queue."""
+    """Take draws out of the queue, or out of the data that are ahead."""
 
     draws: tuple[DrawId, ...]
     reason: str
@@ -123,10 +127,13 @@ def checked_update(
     return UpdateSettings(_picked(changed.model_dump(mode="json"), names))
 
 
-def settled(state: RunState, changes: Iterable[Change]) -> RunState:
-    """The state with these changes, the next ones of the log."""
+def settled(state: RunState, changes: Iterable[Change], ahead: Collection[DrawId] = ()) -> RunState:
+    """The state with these changes, the next ones of the log.
+
+    `ahead`: of the draws that they drop, those that are not drawn yet.
+    """
     for change in changes:
-        state = replace(_changed(state, change), change_count=state.change_count + 1)
+        state = replace(_changed(state, change, ahead), change_count=state.change_count + 1)
     return _settled(state)
 
 
@@ -134,6 +141,11 @@ def with_ladder(state: RunState, factors: Sequence[float]) -> RunState:
     """The state with a ladder that mode auto has chosen, as if it had been updated."""
     ladder = {"deferral_levels": len(factors), "speculation_factors": list(factors)}
     return _settled(_updated(state, {"tail_batching": ladder}))
+
+
+def to_drop(changes: Iterable[Change]) -> set[DrawId]:
+    """All draws that these changes drop."""
+    return {draw for change in changes if isinstance(change, DropDraws) for draw in change.draws}
 
 
 def known_draws(state: RunState) -> dict[DrawId, DeferredDraw]:
@@ -150,7 +162,7 @@ def _settled(state: RunState) -> RunState:
     return _within_levels(replace(state, long_round=state.long_round and bool(state.deferred)))
 
 
-def _changed(state: RunState, change: Change) -> RunState:
+def _changed(state: RunState, change: Change, ahead: Collection[DrawId]) -> RunState:
     match change:
         case UpdateSettings(settings):
             return _updated(state, settings)
@@ -159,10 +171,7 @@ def _changed(state: RunState, change: Change) -> RunState:
         case RequeueDraws(draws, level):
             return _requeued(state, draws, level)
         case DropDraws(draws, reason):
-            gone = [item for item in state.deferred if item.draw.id in draws]
-            kept = tuple(item for item in state.deferred if item.draw.id not in draws)
-            dropped = [DroppedDraw(item, reason, state.step) for item in gone]
-            return replace(state, deferred=kept, dropped=(*state.dropped, *dropped))
+            return _dropped(state, draws, reason, ahead)
 
 
 def _updated(state: RunState, values: Mapping[str, Any]) -> RunState:
@@ -182,9 +191,25 @@ def _updated(state: RunState, values: Mapping[str, Any]) -> RunState:
     )
 
 
+def _dropped(
+    state: RunState, draws: Sequence[DrawId], reason: str, ahead: Collection[DrawId]
+) -> RunState:
+    gone = [item for item in state.deferred if item.draw.id in draws]
+    kept = tuple(item for item in state.deferred if item.draw.id not in draws)
+    known = known_draws(state)
+    gone += [
+        DeferredDraw(Draw(*draw, seeds=()), (), ())
+        for draw in dict.fromkeys(draws)
+        if draw in ahead and draw not in known
+    ]
+    dropped = [DroppedDraw(item, reason, state.step) for item in gone]
+    return replace(state, deferred=kept, dropped=(*state.dropped, *dropped))
+
+
 def _requeued(state: RunState, draws: Sequence[DrawId], level: int) -> RunState:
     known = known_draws(state)
     moved = [known[draw] for draw in dict.fromkeys(draws) if draw in known]
+    moved = [item for item in moved if item.draw.seeds]  # the others are drawn in their turn
     moved = [replace(item, draw=replace(item.draw, level=level)) for item in moved]
     rest = [item for item in state.deferred if item.draw.id not in draws]
     dropped = tuple(item for item in state.dropped if item.item.draw.id not in draws)

@@ -38,6 +38,7 @@ from services.coordinator.changes import (
     change_from_json,
     settings_in_force,
     settled,
+    to_drop,
     with_ladder,
 )
 from services.coordinator.control import RunControl
@@ -195,17 +196,19 @@ class RunDriver:
         """The state with the changes that this step is to contain; settled once for each step."""
         if state.begun_step != state.step:
             before = state
-            changes = await self._store.changes_from(state.change_count)
+            log = await self._store.changes_from(state.change_count)
             _, added_known = await self._store.log_lengths()
-            state = settled(state, [change_from_json(text) for text in changes])
+            await self.prompts.know(added_known)
+            changes = [change_from_json(text) for text in log]
+            state = dataclasses.replace(state, added_known=added_known)
+            state = settled(state, changes, self.prompts.ahead(state, to_drop(changes)))
             ladder = await chosen_ladder(self._store, state, settings_in_force(state))
             if ladder is not None:
                 state = with_ladder(state, ladder.speculation_factors)
                 _log.info("step %d %s", ladder.step, ladder.reason)
             changed = bool(changes) or _differs(state, before)
-            state = dataclasses.replace(state, begun_step=state.step, added_known=added_known)
+            state = dataclasses.replace(state, begun_step=state.step)
             self._use(settings_in_force(state))
-            await self.prompts.know(added_known)
             if changed or added_known != before.added_known:
                 state = dataclasses.replace(state, planned_steps=self._planned_steps(state))
             fence = self._context.fence

@@ -35,6 +35,7 @@ from services.coordinator.changes import (
     known_draws,
     settings_in_force,
     settled,
+    to_drop,
 )
 from services.coordinator.control import RunControl
 from services.coordinator.run_values import invalid_settings
@@ -117,7 +118,7 @@ class RunOperations:
     async def force_long_round(self, run_id: str) -> RunState:
         """ForceLongRound."""
         state = await self._changeable(run_id)
-        if not settled(state, await self._pending(state)).deferred:
+        if not (await self._settled(state)).deferred:
             raise FailedPreconditionError(
                 "NOTHING_DEFERRED", f"run {run_id} has no deferred draws; see ListDeferredDraws"
             )
@@ -126,7 +127,7 @@ class RunOperations:
     async def requeue(self, run_id: str, draws: Sequence[DrawId], level: int) -> RunState:
         """RequeueDraws."""
         state = await self._changeable(run_id)
-        after = settled(state, await self._pending(state))
+        after = await self._settled(state)
         levels = settings_in_force(after).tail_batching.resolved_levels
         if not 1 <= level <= levels:
             raise InvalidArgumentError.field(
@@ -140,8 +141,9 @@ class RunOperations:
         if not reason:
             raise InvalidArgumentError.field("reason", "is empty; say why, for the list")
         state = await self._changeable(run_id)
-        after = settled(state, await self._pending(state))
-        _check_draws(draws, set(known_draws(after)))
+        after = await self._settled(state)
+        known = set(known_draws(after)) | self._ahead(state, set(draws))
+        _check_draws(draws, known, " nor, as far as is known, ahead in the data")
         return await self._append(run_id, DropDraws(tuple(draws), reason))
 
     async def add_prompts(self, run_id: str, rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
@@ -235,6 +237,17 @@ class RunOperations:
         store = self._runs.store(state.run_id)
         return [change_from_json(text) for text in await store.changes_from(state.change_count)]
 
+    async def _settled(self, state: RunState) -> RunState:
+        """The state with the changes that wait for the next round."""
+        pending = await self._pending(state)
+        return settled(state, pending, self._ahead(state, to_drop(pending)))
+
+    def _ahead(self, state: RunState, draws: set[DrawId]) -> set[DrawId]:
+        """Those that are not drawn yet; of a run that is not driven nobody knows."""
+        active = self._runs.active(state.run_id)
+        driver = active.driver if active else None
+        return driver.prompts.ahead(state, draws) if driver and draws else set()
+
     async def _append(self, run_id: str, change: Change) -> RunState:
         with _standing_by():
             await self._runs.store(run_id).append_change(self._runs.fence(), change_to_json(change))
@@ -278,12 +291,12 @@ def _standing_by() -> Iterator[None]:
         raise UnavailableError("STANDBY", f"another coordinator has taken over: {error}") from error
 
 
-def _check_draws(draws: Sequence[DrawId], known: set[DrawId]) -> None:
+def _check_draws(draws: Sequence[DrawId], known: set[DrawId], also: str = "") -> None:
     if not draws:
         raise InvalidArgumentError.field("draws", "is empty; name one or more of the queue")
     unknown = [str(draw) for draw in draws if draw not in known]
     if unknown:
         raise NotFoundError(
             "DRAW_NOT_FOUND",
-            f"not in the queue: {', '.join(unknown[:5])}; see ListDeferredDraws",
+            f"not in the queue{also}: {', '.join(unknown[:5])}; see ListDeferredDraws",
         )

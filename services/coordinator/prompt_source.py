@@ -3,6 +3,9 @@
 The state says how many added prompts it knows and how many of these are drawn; so a step that is
 repeated after a crash draws the same, whatever was added meanwhile. An added prompt is drawn once,
 as a draw of epoch 0; its id is none of the data set's.
+
+A draw that was dropped before its turn is passed over when its turn comes; from then on it has the
+seeds of its launch that was not, so RequeueDraws can still bring it back.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rollpacker.data.dataset import DataCursor
@@ -23,7 +26,7 @@ from rollpacker.rpc.errors import FailedPreconditionError, InvalidArgumentError
 from rollpacker.sampling import response_seeds
 from rollpacker.store.records import RunState
 from rollpacker.store.run_store import RunStore
-from rollpacker.types import Draw, DrawId, Prompt
+from rollpacker.types import DeferredDraw, Draw, DrawId, Prompt
 from services.coordinator.run_context import RunContext
 
 _ADDED_EPOCH = 0
@@ -102,7 +105,16 @@ class PromptSource:
     def left(self, state: RunState) -> int:
         """Prompts that are not drawn yet, in all epochs."""
         of_data = self._data.dataset.remaining(DataCursor.from_json(state.cursor))
-        return state.added_known - state.added_drawn + of_data
+        dropped = sum(draw.is_ahead for draw in state.dropped)
+        return state.added_known - state.added_drawn + of_data - dropped
+
+    def ahead(self, state: RunState, draws: Collection[DrawId]) -> set[DrawId]:
+        """Those of these draws that are not drawn yet."""
+        of_data = self._data.dataset.ahead(DataCursor.from_json(state.cursor), draws)
+        added = self._added[state.added_drawn : state.added_known]
+        return of_data | {
+            draw for prompt in added if (draw := DrawId(_ADDED_EPOCH, prompt.prompt_id)) in draws
+        }
 
     def take(
         self, state: RunState, plan: RoundPlan, rules: TailBatchingRules
@@ -117,15 +129,35 @@ class PromptSource:
             )
             for draw in plan.queued
         ]
-        taken, after = self._new(state, plan.new_prompts)
-        new = [
-            Draw(*draw, seeds=response_seeds(seed, draw, count), first_step=state.step)
-            for draw in taken
-        ]
+        taken, after = self._new(state, plan.new_prompts, count)
+        new = [self._launched(draw, state.step, count) for draw in taken]
         draws = [*queued, *new]
         return draws, {draw.id: self._by_id(draw.prompt_id) for draw in draws}, after
 
-    def _new(self, state: RunState, count: int) -> tuple[list[DrawId], RunState]:
+    def _launched(self, draw: DrawId, step: int, response_count: int) -> Draw:
+        seeds = response_seeds(self._settings.seed, draw, response_count)
+        return Draw(*draw, seeds=seeds, first_step=step)
+
+    def _new(
+        self, state: RunState, count: int, response_count: int
+    ) -> tuple[list[DrawId], RunState]:
+        """The next draws that are not dropped; those that are have been passed over."""
+        dropped = {draw.item.draw.id: draw for draw in state.dropped}
+        kept: list[DrawId] = []
+        while len(kept) < count:
+            taken, state = self._next(state, count - len(kept))
+            if not taken:
+                break
+            for draw in taken:
+                if draw not in dropped:
+                    kept.append(draw)
+                    continue
+                launched = self._launched(draw, state.step, response_count)
+                item = DeferredDraw(launched, (0,) * response_count, (False,) * response_count)
+                dropped[draw] = dataclasses.replace(dropped[draw], item=item)
+        return kept, dataclasses.replace(state, dropped=tuple(dropped.values()))
+
+    def _next(self, state: RunState, count: int) -> tuple[list[DrawId], RunState]:
         drawn = min(state.added_drawn + count, state.added_known)
         added = self._added[state.added_drawn : drawn]
         cursor = DataCursor.from_json(state.cursor)

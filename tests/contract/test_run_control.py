@@ -484,6 +484,76 @@ async def test_draws_are_dropped_requeued_and_reported(cluster: Cluster) -> None
     assert run.dropped_draw_count == 1
 
 
+async def test_a_draw_is_dropped_before_its_turn_over_crashes_and_may_come_back(
+    cluster: Cluster,
+) -> None:
+    """One stays away, one comes back before its turn, and one after it, with its seeds."""
+    values = run_settings(cluster.directory, prompts=40)
+    whole_run = dict(pair for _, draws in await whole(cluster, values) for pair in draws)
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 1)
+        taken = {name for _, draws in await c.schedule() for name, _ in draws}
+        queue = (await ask(c, "ListDeferredDraws")).draws
+        taken |= {f"{draw.epoch}:{draw.prompt_id}" for draw in queue}
+        away, early, late = ahead = sorted(whole_run.keys() - taken)[:3]
+        names = [pb.DrawName(prompt_id=name.partition(":")[2]) for name in ahead]
+        for _ in range(2):
+            run = (await ask(c, "DropDraws", draws=names, reason="wrong reference")).run
+        assert (run.pending_change_count, run.dropped_draw_count) == (2, 0)
+        trained = pb.DrawName(prompt_id=(await c.steps())[0].draws[0].prompt_id)
+        for unknown in (trained, pb.DrawName(epoch=1, prompt_id=names[0].prompt_id)):
+            with pytest.raises(NotFoundError):
+                await ask(c, "DropDraws", draws=[unknown], reason="x")
+        await ask(c, "ResumeRun", until_step=2)
+        run = await until(c, PAUSED)
+        assert run.dropped_draw_count == 3
+    async with coordinator(cluster) as c:
+        await until(c, PAUSED)
+        await ask(c, "RequeueDraws", draws=names[1:2], level=1)
+        while not [d for d in (await ask(c, "ListDeferredDraws")).dropped if d.draw.seeds]:
+            await ask(c, "ResumeRun", until_step=run.step + 1)
+            run = await until(c, PAUSED)
+        passed = {d.draw.prompt_id for d in (await ask(c, "ListDeferredDraws")).dropped}
+        assert passed == {names[0].prompt_id, names[2].prompt_id}
+        await ask(c, "RequeueDraws", draws=names[2:], level=1)
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        schedule = await c.schedule()
+        listed = (await ask(c, "ListDeferredDraws")).dropped
+    pairs = [pair for _, draws in schedule for pair in draws]
+    assert len(pairs) == 39
+    assert {early, late} <= dict(pairs).keys()
+    assert dict(pairs) == {name: seeds for name, seeds in whole_run.items() if name != away}
+    assert [(f"0:{d.draw.prompt_id}", tuple(d.draw.seeds)) for d in listed] == [
+        (away, whole_run[away])
+    ]
+
+
+async def test_a_dropped_draw_stays_dropped_when_a_rewind_takes_its_launch_back(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory, prompts=40)
+    async with coordinator(cluster) as c:
+        run = await paused_when(cluster, c, values, lambda draws: len(draws) >= 1)
+        draw = (await ask(c, "ListDeferredDraws")).draws[0]
+        name = pb.DrawName(epoch=draw.epoch, prompt_id=draw.prompt_id)
+        await ask(c, "DropDraws", draws=[name], reason="wrong reference")
+        await ask(c, "ResumeRun", until_step=run.step + 1)
+        await until(c, PAUSED)
+    cluster.trainer.disk.snapshots.clear()
+    cluster.trainer.disk.results.clear()
+    async with coordinator(cluster) as c:
+        await until(c, PAUSED)
+        await ask(c, "ResumeRun")
+        await c.until_ended()
+        schedule = await c.schedule()
+        listed = (await ask(c, "ListDeferredDraws")).dropped
+    trained = Counter(name for _, draws in schedule for name, _ in draws)
+    assert trained == Counter(f"0:{i}" for i in range(1, 41) if str(i) != draw.prompt_id)
+    assert [(d.draw.prompt_id, d.draw.seeds) for d in listed] == [(draw.prompt_id, draw.seeds)]
+    assert await cluster.redis.llen(keys.superseded_steps("r")) >= 1
+
+
 async def test_a_long_round_is_forced_once(cluster: Cluster) -> None:
     values = run_settings(cluster.directory, prompts=80)
     async with coordinator(cluster) as c:
@@ -529,6 +599,24 @@ async def test_added_prompts_are_drawn_next_once_each_and_over_a_crash(cluster: 
     trained = Counter(name for _, draws in schedule for name, _ in draws)
     assert trained == Counter([*(f"0:{i}" for i in range(1, 25)), *(f"0:{name}" for name in names)])
     assert (run.added_prompt_count, run.planned_steps, run.step) == (7, 8, 8)
+
+
+async def test_an_added_prompt_is_dropped_before_its_turn(cluster: Cluster) -> None:
+    values = run_settings(cluster.directory, prompts=24)
+    names = [f"new-{i}" for i in range(20)]
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, values, 1)
+        await ask(c, "AddPrompts", rows=rows(*names))
+        await ask(c, "ResumeRun", until_step=2)
+        await until(c, PAUSED)
+        wrong = pb.DrawName(prompt_id=names[-1])
+        await ask(c, "DropDraws", draws=[wrong], reason="wrong answer")
+        await ask(c, "ResumeRun")
+        run = await c.until_ended()
+        schedule = await c.schedule()
+    trained = Counter(name for _, draws in schedule for name, _ in draws)
+    assert trained == Counter([*(f"0:{i}" for i in range(1, 25)), *(f"0:{n}" for n in names[:-1])])
+    assert (run.planned_steps, run.dropped_draw_count) == (run.step, 1)
 
 
 async def test_prompts_that_come_during_the_last_measurement_are_trained(

@@ -77,6 +77,23 @@ def test_every_draw_stays_in_the_queue_or_among_the_dropped_once(
     assert {i.draw.seeds for i in after.deferred} <= {i.draw.seeds for i in state.deferred}
 
 
+@given(states, st.lists(change_strategy, max_size=6))
+def test_a_draw_that_is_ahead_is_dropped_once_until_it_is_asked_for_again(
+    state: RunState, changes: list[Change]
+) -> None:
+    queued = set(all_draws(state))
+    ahead = {DrawId(0, name) for name in "0123456789" if name not in queued}
+    dropped: set[DrawId] = set()
+    for change in changes:
+        if isinstance(change, DropDraws):
+            dropped |= set(change.draws) & ahead
+        elif isinstance(change, RequeueDraws):
+            dropped -= set(change.draws)
+    after = settled(state, changes, ahead)
+    assert all_draws(after) == sorted(queued | {draw.prompt_id for draw in dropped})
+    assert {item.item.draw.id for item in after.dropped if item.is_ahead} == dropped
+
+
 @given(states, change_strategy)
 def test_a_change_that_is_taken_twice_does_no_more(state: RunState, change: Change) -> None:
     once = settled(state, [change])

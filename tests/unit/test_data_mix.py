@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rollpacker.data import DataCursor, PromptDataset
 from rollpacker.data.mix import WeightedMix
 from rollpacker.data_settings import DataSettings
-from rollpacker.types import GraderKind, Prompt
+from rollpacker.types import DrawId, GraderKind, Prompt
 
 weight = st.sampled_from([0.1, 0.25, 1.0, 1 / 3, 2.5, 7, 100])
 
@@ -131,3 +131,15 @@ def source(name, **values):
 def test_sources_that_do_not_fit_are_refused(values, message):
     with pytest.raises(ValidationError, match=message):
         DataSettings.model_validate(values)
+
+
+@given(mixes(), st.booleans(), st.integers(0, 60))
+def test_ahead_is_what_is_still_to_be_taken(mix, weighted, count):
+    dataset = make_dataset(*mix)
+    if not weighted:
+        dataset = PromptDataset(dataset, seed=mix[2], epochs=dataset.epochs)
+    _, cursor = dataset.take(DataCursor(), count)
+    rest, _ = dataset.take(cursor, 10_000)
+    every = {DrawId(n, prompt.prompt_id) for n in range(200) for prompt in dataset}
+    expected = {DrawId(epoch, prompt.prompt_id) for epoch, prompt in rest}
+    assert dataset.ahead(cursor, every | expected) == expected
