@@ -88,6 +88,13 @@ _ARRAY = re.compile(
 )
 _REALS = re.compile(r"\\mathbb\s*(?:\{\s*R\s*\}|R)|(?i:all real numbers|all reals)")
 _VARIABLE = re.compile(r"(?:[A-Za-df-z]|\\(?!pi|infty)[a-z]+)(?:_\{?\w+\}?)?")
+_TURNED = re.compile(r"(?P<open>[\[\]])(?P<inner>[^\[\]]*)(?P<close>[\[\]])")
+_SET_BUILDER = re.compile(
+    r"\\\{\s*(?P<variable>[A-Za-z])\s*(?:\\in\s*\\mathbb\s*(?:\{\s*R\s*\}|R)\s*)?"
+    r"(?:\\(?:mid|vert|colon)(?![A-Za-z])|[|:]|such that)\s*(?P<condition>.*)\\\}",
+    re.DOTALL,
+)
+_EITHER = re.compile(r"(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])")
 _CHOICE = re.compile(r"\(?([A-Za-df-hj-z])\)?")  # not e and i, which are numbers
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _SYMBOLIC_WORDS = frozenset(
@@ -129,7 +136,7 @@ def _without_unit(text: str, expression: Expression) -> Expression:
 
 
 def _parse(text: str, depth: int) -> Answer:
-    text = text.strip()
+    text = _unturned(text.strip())
     number = parse_number(text)
     if number is not None:
         return number
@@ -148,6 +155,8 @@ def _parse_composite(text: str, depth: int) -> Answer | None:
     parts = list(_split(text, _CUP))
     if len(parts) > 1:
         return Union(tuple(_parse(part, depth) for part in parts))
+    if solutions := _solutions(text, depth):
+        return solutions
     if bracketed := _bracketed(text, depth):
         return bracketed
     parts = list(_split(text, _OR))
@@ -187,6 +196,45 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     if not is_set and len(parts) < 2:
         return None
     return _collection(body[0], parts, body[end], depth)
+
+
+def _unturned(text: str) -> str:
+    """`]0, 1[`, an open interval where brackets are turned outwards, is `(0, 1)`; in unions too."""
+    if "[" not in text and "]" not in text:
+        return text
+    return "\\cup ".join(map(_unturned_part, _CUP.split(text)))
+
+
+def _unturned_part(text: str) -> str:
+    found = _TURNED.fullmatch(text.strip())
+    if not found or (found["open"], found["close"]) == ("[", "]"):
+        return text
+    inner = found["inner"]
+    if closing_index(f"({inner})", 0) != len(inner) + 1 or len(list(_split(inner, _OR))) != 2:
+        return text
+    return f"{'(' if found['open'] == ']' else '['}{inner}{')' if found['close'] == '[' else ']'}"
+
+
+def _solutions(text: str, depth: int) -> Answer | None:
+    """`\\{x \\mid x > 2\\}`, x being real: what its condition says; None where that says more."""
+    found = _SET_BUILDER.fullmatch(text)
+    if found is None:
+        return None
+    parts = [part.strip() for part in _split(found["condition"], _EITHER)]
+    ranges = [_range(part, found["variable"], depth) for part in parts]
+    known = tuple(range_ for range_ in ranges if range_ is not None)
+    if len(known) < len(parts):
+        return None
+    return known[0] if len(known) == 1 else Union(known)
+
+
+def _range(condition: str, variable: str, depth: int) -> Collection | None:
+    """The interval of an inequality about the variable alone."""
+    sides = [side.strip() for side in _split(condition, _OPERATOR)]
+    if sides.count(variable) != 1 or len(list(_split(condition, _OR))) > 1:
+        return None
+    found = _relation(condition, depth)
+    return found if isinstance(found, Collection) else None
 
 
 def _collection(opening: str, parts: list[str], closing: str, depth: int) -> Answer:
