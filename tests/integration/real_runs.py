@@ -103,23 +103,23 @@ class RealStack:
         request = pb.StartRunRequest(run_id=run_id, settings=settings)
         if held:
             await self.pause("reward-0")  # no step is committed before the wish is there
-        await self._call(lambda: self._stub.StartRun(request, timeout=30))
+        await self._call(lambda: self._stub.StartRun(request, timeout=60))
         if held:
             await self.go_on_until(run_id, 1)
             await self.go_on("reward-0")
 
     async def stop(self, run_id: str, mode: pb.StopMode.ValueType) -> None:
         request = pb.StopRunRequest(run_id=run_id, mode=mode)
-        await self._call(lambda: self._stub.StopRun(request, timeout=30))
+        await self._call(lambda: self._stub.StopRun(request, timeout=60))
 
     async def get(self, run_id: str) -> pb.Run:
         request = pb.GetRunRequest(run_id=run_id)
-        return (await self._call(lambda: self._stub.GetRun(request, timeout=30))).run
+        return (await self._call(lambda: self._stub.GetRun(request, timeout=60))).run
 
     async def go_on_until(self, run_id: str, step: int) -> None:
         """Let the run go on, and pause when so many steps are committed; 0: to its end."""
         request = pb.ResumeRunRequest(run_id=run_id, until_step=step)
-        await self._call(lambda: self._stub.ResumeRun(request, timeout=30))
+        await self._call(lambda: self._stub.ResumeRun(request, timeout=60))
 
     async def paused_at(self, run_id: str, step: int) -> None:
         """Let the run go on until so many steps are committed; returns when it has paused there."""
@@ -132,13 +132,13 @@ class RealStack:
     async def workers(self) -> set[str]:
         """Ids of the workers with a lease."""
         request = pb.ListWorkersRequest()
-        answer = await self._call(lambda: self._stub.ListWorkers(request, timeout=30))
+        answer = await self._call(lambda: self._stub.ListWorkers(request, timeout=60))
         return {worker.worker_id for worker in answer.workers}
 
     async def devices(self) -> dict[str, str]:
         """Who holds which device."""
         request = pb.ListDevicesRequest()
-        answer = await self._call(lambda: self._stub.ListDevices(request, timeout=30))
+        answer = await self._call(lambda: self._stub.ListDevices(request, timeout=60))
         return {lease.device: lease.worker_id for lease in answer.leases}
 
     async def succeeded(self, run_id: str) -> pb.Run:
@@ -167,7 +167,7 @@ class RealStack:
 
     async def steps(self, run_id: str) -> list[pb.Step]:
         request = pb.ListStepsRequest(run_id=run_id, page_size=1000)
-        answer = await self._call(lambda: self._stub.ListSteps(request, timeout=30))
+        answer = await self._call(lambda: self._stub.ListSteps(request, timeout=60))
         return list(reversed(answer.steps))
 
     async def trace(self, run_id: str) -> Trace:

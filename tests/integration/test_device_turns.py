@@ -25,7 +25,7 @@ from tests.integration.real_runs import (
 )
 from tests.tiny_run import write_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = 12
 SIZE = 300_000  # bytes of a device

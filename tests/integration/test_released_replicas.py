@@ -13,7 +13,7 @@ import pytest
 from tests.integration.real_runs import proof_settings, running_stack
 from tests.tiny_run import write_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPTS, STEPS = 16, 4
 
