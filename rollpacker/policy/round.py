@@ -10,34 +10,30 @@ The life of a group:
 
     with dynamic sampling: RUNNING --finished--> FINISHED --rewards--> COMPLETE, or FLAT
 
-The race (`rollpacker.policy.race`) alone says who wins; the round carries it out: it launches
-waiting groups where there is room (one group on one replica, longest first, to the replica with
-the fewest tokens outstanding and within its KV budget), sends finished responses to be scored,
-aborts losers, and emits winners. Groups are emitted in the order of the race, so that in a token
-race the trainer sums the same numbers in the same order whatever the timing.
+Three parts say the rest, and each can be read alone:
+
+    placement  where groups run: waiting groups and replicas     (WAITING, RUNNING)
+    race       who is kept, and in which order                   (COMPLETE -> WON or LOST)
+    winners    when they go to the trainer                       (WON -> EMITTED)
+
+The round carries the news from one to the other, sends finished responses to be scored, and aborts
+losers. Every event takes the same way: `handle` tells the parts, settles what the race has decided,
+launches where there is room, emits what is scored, and ends the round when all is emitted.
 
 With dynamic sampling a group enters the race when its rewards are known, and leaves it when they
 are two or more and give no response an advantage: it is *flat* (`rollpacker.policy.flat_groups`).
 Its bound stands in the race before that, so rewards delay the end of a round and never reorder it.
 
 What never happens: a group is emitted twice, or with fewer than R0 responses; a response is
-launched again after it finished; a reward decides who is kept, but for flat groups.
+launched again after it finished; a reward decides who is kept, but for flat groups. An event costs
+the logarithm of the number of groups, except where a replica comes or goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollpacker.policy.candidates import Candidates
-from rollpacker.policy.commands import (
-    AbortGroup,
-    Command,
-    EmitGroup,
-    FinishRound,
-    LaunchGroup,
-    RequestDraws,
-    ScoreResponse,
-)
+from rollpacker.policy.commands import AbortGroup, Command, EmitGroup, RequestDraws, ScoreResponse
 from rollpacker.policy.events import (
     DrawsAdded,
     Event,
@@ -50,13 +46,17 @@ from rollpacker.policy.events import (
     ResponseFinished,
     ResponseScored,
 )
-from rollpacker.policy.flat_groups import Replacements, dropped_draws
+from rollpacker.policy.flat_groups import Replacements
+from rollpacker.policy.placement import Placement
 from rollpacker.policy.race import ArrivalRace, Race, TokenRace
-from rollpacker.policy.rebalance import group_to_move
-from rollpacker.policy.round_state import Group, GroupState, Replica
+from rollpacker.policy.round_end import RoundTimes, finish_round
+from rollpacker.policy.round_state import Group, GroupState
 from rollpacker.policy.scale_down import ReplicaLoad
-from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
-from rollpacker.types import DeferredDraw, Draw, DrawId
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
+from rollpacker.policy.winners import Winners
+from rollpacker.types import Draw, DrawId
+
+_OPEN = (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED)
 
 
 class UnknownDrawError(KeyError):
@@ -89,21 +89,19 @@ class Round:
         self._groups = {
             draw.id: Group(draw, plan.response_count, expected.get(draw.id, 1)) for draw in draws
         }
-        self._waiting = sorted(ids, key=lambda i: -self._groups[i].expected_tokens)  # stable
+        self._placement = Placement(self._groups, rules.routing)
         race_class = TokenRace if rules.race is RaceKind.TOKENS else ArrivalRace
         self._race: Race = race_class(ids, plan.keep, plan.protected)
+        self._winners = Winners(in_order=rules.race is RaceKind.TOKENS)
         self._keep = plan.keep  # less where the data ends
         self._replacements = Replacements(rules, plan, len(ids))
-        self._replicas: dict[str, Replica] = {}
-        self._ranked: list[DrawId] = []  # winners that are not emitted yet, in order
-        self._may_emit = False  # one of them is new, or has its last reward
-        self._emitted: list[DrawId] = []
         self._held_scores: list[ScoreResponse] = []  # in a round that does not stream
-        self._first_at: float | None = None
-        self._filled_at: float | None = None  # enough groups complete to fill the step
-        self._decided_at: float | None = None
+        self._times = RoundTimes()
         self._over = False
         self._complete_count = 0
+        self._finished_responses = 0
+
+    # --- how it is ----------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
@@ -133,78 +131,73 @@ class Round:
     @property
     def finished_share(self) -> float:
         """Responses that have finished, of all that the round samples, 0 to 1."""
-        groups = self._groups.values()
-        total = sum(group.response_count for group in groups)
-        return sum(len(group.finished) for group in groups) / total
+        return self._finished_responses / (len(self._groups) * self._plan.response_count)
 
     def replica_loads(self, prompt_tokens: Mapping[DrawId, int]) -> list[ReplicaLoad]:
         """What runs where; empty while a group waits for room, as every replica is needed then."""
-        if self._waiting:
-            return []
-        return [
-            replica.load(name, self._groups, prompt_tokens)
-            for name, replica in self._replicas.items()
-            if not replica.draining
-        ]
+        return self._placement.loads(prompt_tokens)
 
     def group_to_move(self) -> tuple[DrawId, str] | None:
         """A running group that an idle replica should take over, and where it runs.
 
         It is for the caller to interrupt it there (GroupInterrupted), or to leave it.
         """
-        deals_in_turn = self._rules.routing is Routing.ROUND_ROBIN  # not to where there is room
-        if self._over or deals_in_turn or not self.idle_replicas():
-            return None
-        return group_to_move(self._replicas, self._groups)
+        return None if self._over else self._placement.group_to_move()
 
     def idle_replicas(self) -> tuple[str, ...]:
         """Those that run no group, while others run the last ones and none waits."""
-        replicas = self._replicas.items()
-        if self._waiting or not any(replica.running for _, replica in replicas):
-            return ()
-        return tuple(n for n, r in replicas if not r.running and not r.draining)
+        return self._placement.idle_replicas()
 
     def outstanding(self) -> dict[DrawId, GroupState]:
         """The groups that the round still waits for, for logs."""
         done = (GroupState.EMITTED, GroupState.LOST, GroupState.FLAT)
         return {i: g.state for i, g in self._groups.items() if g.state not in done}
 
+    # --- what happens -------------------------------------------------------------------------
+
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return the commands that it causes. Raises UnknownDrawError."""
         if self._over:
             return []
-        if self._first_at is None:
-            self._first_at = event.at
+        if self._times.first is None:
+            self._times.first = event.at
         commands = self._take(event)
         commands += self._replace_flat()
         commands += self._settle(event.at)
         if not (isinstance(event, ReplicaJoined) and event.others_follow):
-            commands += self._launch()
+            commands += self._placement.launch()
         commands += self._emit()
-        if len(self._emitted) == self._keep and self._nothing_is_open():
+        if len(self._winners.emitted) == self._keep and self._nothing_is_open():
             self._over = True
-            commands.append(self._outcome(event.at))
+            commands.append(
+                finish_round(
+                    self._rules,
+                    self._plan,
+                    self._groups,
+                    self._winners.emitted,
+                    self._replacements.holders,
+                    self._times,
+                    event.at,
+                )
+            )
         return commands
 
     def _nothing_is_open(self) -> bool:
         """With dynamic sampling, after a crash: whether it is known again which groups are flat."""
-        opened = (GroupState.WAITING, GroupState.RUNNING, GroupState.FINISHED)
         return not self._rules.dynamic_sampling or not any(
-            group.state in opened for group in self._groups.values()
+            group.state in _OPEN for group in self._groups.values()
         )
 
     def _take(self, event: Event) -> list[Command]:
         match event:
             case ReplicaJoined():
-                self._replica_joined(event)
+                self._placement.joined(event)
             case ReplicaLost():
-                self._replica_lost(event)
+                self._placement.lost(event.replica_id)
             case ReplicaDraining():
-                self._replica_draining(event)
+                self._placement.draining(event.replica_id)
             case GroupInterrupted():
-                group = self._group(event.draw)
-                if group.replica_id == event.replica_id:
-                    self._interrupted(group)
+                self._placement.interrupted(self._group(event.draw), event.replica_id)
             case ProgressReported():
                 self._progress(event)
             case ResponseFinished():
@@ -217,39 +210,11 @@ class Round:
                 self._added(event)
         return []
 
-    def _replica_joined(self, event: ReplicaJoined) -> None:
-        known = self._replicas.setdefault(event.replica_id, Replica(0, 0))
-        known.capacity, known.draining = event.response_capacity, False
-        known.kv_budget_tokens = event.kv_budget_tokens
-
-    def _replica_draining(self, event: ReplicaDraining) -> None:
-        replica = self._replicas.get(event.replica_id)
-        if replica is not None:
-            replica.draining = True
-
-    def _replica_lost(self, event: ReplicaLost) -> None:
-        replica = self._replicas.pop(event.replica_id, None)
-        if replica is None:
-            return
-        for draw in [i for i in self._groups if i in replica.running]:  # in launch order
-            self._interrupted(self._groups[draw])
-
-    def _interrupted(self, group: Group) -> None:
-        if group.state is not GroupState.RUNNING:
-            return
-        self._release(group)
-        group.state = GroupState.WAITING
-        group.end_launch()
-        self._waiting.insert(0, group.draw.id)
-
     def _progress(self, event: ProgressReported) -> None:
         group = self._group(event.draw)
         if group.state is not GroupState.RUNNING:
             return
-        group.longest_tokens = max(group.longest_tokens, event.longest_tokens)
-        group.running_tokens = max(0, event.total_tokens - group.launch_finished_tokens)
-        decoded = event.total_tokens - event.carried_tokens
-        group.running_decoded = max(0, decoded - group.launch_finished_decoded)
+        group.progress(event.longest_tokens, event.total_tokens, event.carried_tokens)
         self._race.progress(event.draw, group.longest_tokens)
 
     def _finished(self, event: ResponseFinished) -> list[Command]:
@@ -257,17 +222,11 @@ class Round:
         if event.index in group.finished:
             return []
         if group.state is GroupState.RUNNING:
-            self._replicas[group.replica_id].used -= 1
+            self._placement.response_finished(group)
         elif group.state is not GroupState.WAITING:  # there: late news of a replica that is lost
             return []
-        decoded = event.tokens - event.carried_tokens
-        group.finished[event.index] = event.tokens
-        group.launch_finished_tokens += event.tokens
-        group.running_tokens = max(0, group.running_tokens - event.tokens)
-        group.finished_decoded += decoded
-        group.launch_finished_decoded += decoded
-        group.running_decoded = max(0, group.running_decoded - decoded)
-        group.longest_tokens = max(group.longest_tokens, event.tokens)
+        group.finish(event.index, event.tokens, event.carried_tokens)
+        self._finished_responses += 1
         self._race.progress(event.draw, group.longest_tokens)
         commands = self._score(ScoreResponse(event.draw, event.index))
         if len(group.finished) == self._rules.responses_per_prompt:
@@ -275,52 +234,64 @@ class Round:
         return commands
 
     def _complete(self, group: Group, at: float) -> list[Command]:
-        surplus = group.response_count > len(group.finished)
-        if group.state is GroupState.WAITING:
-            self._waiting.remove(group.draw.id)
-            surplus = False  # nothing runs
-        self._release(group)
+        has_surplus = group.state is GroupState.RUNNING and bool(group.missing())
+        self._placement.take_off(group)
         group.state = GroupState.FINISHED
         group.cut()
         group.end_launch()
         if not self._rules.dynamic_sampling:
             self._enter_race(group, at)
-        return [AbortGroup(group.draw.id)] if surplus else []
+        return [AbortGroup(group.draw.id)] if has_surplus else []
 
     def _enter_race(self, group: Group, at: float) -> None:
         group.state = GroupState.COMPLETE
         self._complete_count += 1
         self._race.complete(group.draw.id, max(group.finished.values()))
-        if self._filled_at is None and self.complete_count >= self._keep:
-            self._filled_at = at
+        if self._times.filled is None and self._complete_count >= self._keep:
+            self._times.filled = at
 
     def _scored(self, event: ResponseScored) -> None:
         group = self._group(event.draw)
         group.rewards[event.index] = event.reward
-        self._may_emit |= group.state is GroupState.WON and group.is_scored()
-        if group.state is not GroupState.FINISHED or not group.is_scored():
+        if not group.is_scored():
             return
+        if group.state is GroupState.WON:
+            self._winners.scored(group)
+        elif group.state is GroupState.FINISHED:
+            self._weigh(group, event.at)
+
+    def _weigh(self, group: Group, at: float) -> None:
+        """With dynamic sampling: a group with all its rewards races, or is flat."""
         is_flat = group.is_flat(self._rules.advantages)
         if not (is_flat and self._replacements.gives_way(group.draw.id)):
-            self._enter_race(group, event.at)
+            self._enter_race(group, at)
             return
         group.state = GroupState.FLAT
         self._replacements.note_flat(group.draw.id)
         self._race.withdraw(group.draw.id)
 
-    def _replace_flat(self) -> list[Command]:
-        missing = self._replacements.take_missing()
-        return [RequestDraws(missing)] if missing else []
+    def _restored(self, event: GroupRestored) -> None:
+        group = self._group(event.draw)
+        if group.state is not GroupState.WAITING:
+            return
+        group.restore(event.response_tokens, event.carried_tokens)
+        self._finished_responses += len(event.response_tokens)
+        self._winners.restored(group)
+        self._complete_count += 1
+        self._race.complete(event.draw, group.longest_tokens)
 
     def _added(self, event: DrawsAdded) -> None:
         for draw in event.draws:
-            self._groups[draw.id] = Group(draw, self._plan.response_count, expected_tokens=1)
-            self._waiting.append(draw.id)
+            group = Group(draw, self._plan.response_count, expected_tokens=1)
+            self._groups[draw.id] = group
+            self._placement.added(group)
             self._race.add(draw.id)
         self._replacements.note_added(draw.id for draw in event.draws)
         self._keep -= event.requested - len(event.draws)
         for restored in event.restored:
             self._restored(restored)
+
+    # --- what follows -------------------------------------------------------------------------
 
     def _score(self, command: ScoreResponse) -> list[Command]:
         if self._rules.streams:
@@ -328,33 +299,20 @@ class Round:
         self._held_scores.append(command)
         return []
 
-    def _restored(self, event: GroupRestored) -> None:
-        group = self._group(event.draw)
-        if group.state is not GroupState.WAITING:
-            return
-        self._waiting.remove(event.draw)
-        group.finished = dict(enumerate(event.response_tokens))
-        group.finished_decoded = sum(event.response_tokens) - event.carried_tokens
-        group.longest_tokens = max(event.response_tokens, default=0)
-        group.rewards = dict.fromkeys(group.finished)
-        group.state = GroupState.EMITTED
-        self._complete_count += 1
-        self._emitted.append(event.draw)
-        self._race.complete(event.draw, group.longest_tokens)
+    def _replace_flat(self) -> list[Command]:
+        missing = self._replacements.take_missing()
+        return [RequestDraws(missing)] if missing else []
 
     def _settle(self, at: float) -> list[Command]:
         """Carry out what the race has decided."""
         for draw in self._race.take_winners():
-            group = self._groups[draw]
-            if group.state is GroupState.COMPLETE:
-                group.state = GroupState.WON
-                self._ranked.append(draw)
-                self._may_emit = True
+            if self._groups[draw].state is GroupState.COMPLETE:
+                self._winners.won(self._groups[draw])
         commands: list[Command] = []
         for draw in self._race.take_losers():
             commands += self._lose(self._groups[draw])
-        if self._decided_at is None and len(self._ranked) + len(self._emitted) == self._keep:
-            self._decided_at = at
+        if self._times.decided is None and len(self._winners) == self._keep:
+            self._times.decided = at
         if self._held_scores and self._may_score():
             commands += self._held_scores
             self._held_scores = []
@@ -363,113 +321,25 @@ class Round:
     def _may_score(self) -> bool:
         """In a round that does not stream: whether the rollout is over, as far as is known."""
         if not self._rules.dynamic_sampling:
-            return self._decided_at is not None
-        return not self._waiting and not any(r.running for r in self._replicas.values())
+            return self._times.decided is not None
+        return self._placement.is_at_rest()
 
     def _lose(self, group: Group) -> list[Command]:
         was_running = group.state is GroupState.RUNNING
-        if group.state is GroupState.WAITING:
-            self._waiting.remove(group.draw.id)
         self._complete_count -= group.state is GroupState.COMPLETE
-        self._release(group)
+        self._placement.take_off(group)
         group.state = GroupState.LOST
         return [AbortGroup(group.draw.id)] if was_running else []
 
-    def _launch(self) -> list[Command]:
-        """Fill the replicas with waiting groups, in their order."""
-        if not self._waiting:
-            return []
-        commands: list[Command] = []
-        candidates = Candidates(self._replicas, self._outstanding_of, self._rules.routing)
-        while self._waiting:
-            group = self._groups[self._waiting[0]]
-            tokens = group.outstanding_tokens()
-            candidate = candidates.take(len(group.missing()), tokens)
-            if candidate is None:
-                break
-            del self._waiting[0]
-            indices = group.missing()
-            group.state, group.replica_id = GroupState.RUNNING, candidate.name
-            group.launch_finished_tokens = group.launch_finished_decoded = 0
-            candidate.replica.running.add(group.draw.id)
-            candidate.replica.used += len(indices)
-            candidate.replica.turns += 1
-            candidate.outstanding += tokens
-            candidates.put_back(candidate)
-            commands.append(LaunchGroup(group.draw.id, candidate.name, indices))
-        return commands
-
-    def _outstanding_of(self, replica: Replica) -> int:
-        return sum(self._groups[draw].outstanding_tokens() for draw in replica.running)
-
-    def _release(self, group: Group) -> None:
-        replica = self._replicas.get(group.replica_id)
-        if replica is not None and group.draw.id in replica.running:
-            replica.running.discard(group.draw.id)
-            replica.used -= len(group.missing())
-
     def _emit(self) -> list[Command]:
-        if not self._may_emit:
-            return []
-        self._may_emit = False
-        commands: list[Command] = []
-        ready = self._scored_winners()
-        for draw in ready:
-            group = self._groups[draw]
-            indices = tuple(sorted(group.finished))
-            group.state = GroupState.EMITTED
-            self._emitted.append(draw)
-            commands.append(EmitGroup(draw, indices, group.advantages(self._rules.advantages)))
-        if ready:
-            self._ranked = [
-                draw for draw in self._ranked if self._groups[draw].state is GroupState.WON
-            ]
-        return commands
-
-    def _scored_winners(self) -> list[DrawId]:
-        """Winners with all their rewards; in a token race, up to the first without."""
-        ready = []
-        for draw in self._ranked:
-            group = self._groups[draw]
-            if group.is_scored():
-                ready.append(draw)
-            elif self._rules.race is RaceKind.TOKENS:
-                break
-        return ready
-
-    def _outcome(self, at: float) -> FinishRound:
-        start = self._first_at if self._first_at is not None else at
-        decided = self._decided_at if self._decided_at is not None else at
-        filled = self._filled_at if self._filled_at is not None else decided
-        flat = dropped_draws(self._rules, self._plan, self._groups, self._replacements.holders)
-        lost = [
-            group
-            for draw, group in self._groups.items()
-            if group.state is not GroupState.EMITTED and draw not in flat
+        return [
+            EmitGroup(
+                group.draw.id,
+                tuple(sorted(group.finished)),
+                group.advantages(self._rules.advantages),
+            )
+            for group in self._winners.take()
         ]
-        return FinishRound(
-            winners=tuple(self._emitted),
-            deferred=tuple(self._deferred(group) for group in lost),
-            generated_tokens=sum(group.decoded for group in self._groups.values()),
-            rollout_seconds=decided - start,
-            race_wait_seconds=max(0.0, decided - filled),
-            flat=tuple(draw for draw in self._groups if draw in flat),
-            cut_tokens=tuple(
-                tokens for draw in self._emitted for tokens in self._groups[draw].cut_tokens
-            ),
-        )
-
-    def _deferred(self, group: Group) -> DeferredDraw:
-        """The draw one level up."""
-        old = group.draw
-        level = min(old.level + 1, self._rules.levels)
-        so_far = group.tokens_so_far()
-        kept = range(self._rules.responses_per_prompt)
-        return DeferredDraw(
-            draw=Draw(old.epoch, old.prompt_id, old.seeds, level, old.first_step),
-            response_tokens=tuple(group.finished.get(index, so_far) for index in kept),
-            finished=tuple(index in group.finished for index in kept),
-        )
 
     def _group(self, draw: DrawId) -> Group:
         try:

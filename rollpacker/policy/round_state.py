@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollpacker.policy.advantages import AdvantageRules, group_advantages
@@ -48,6 +48,35 @@ class Group:
     @property
     def decoded(self) -> int:
         return self.finished_decoded + self.running_decoded + self.aborted_decoded
+
+    def begin_launch(self, replica_id: str) -> None:
+        """Its missing responses run on a replica."""
+        self.state, self.replica_id = GroupState.RUNNING, replica_id
+        self.launch_finished_tokens = self.launch_finished_decoded = 0
+
+    def progress(self, longest: int, total: int, carried: int) -> None:
+        """How far this launch is: its longest response, and all of them together; in tokens."""
+        self.longest_tokens = max(self.longest_tokens, longest)
+        self.running_tokens = max(0, total - self.launch_finished_tokens)
+        self.running_decoded = max(0, total - carried - self.launch_finished_decoded)
+
+    def finish(self, index: int, tokens: int, carried: int) -> None:
+        """A response has ended."""
+        decoded = tokens - carried
+        self.finished[index] = tokens
+        self.launch_finished_tokens += tokens
+        self.running_tokens = max(0, self.running_tokens - tokens)
+        self.finished_decoded += decoded
+        self.launch_finished_decoded += decoded
+        self.running_decoded = max(0, self.running_decoded - decoded)
+        self.longest_tokens = max(self.longest_tokens, tokens)
+
+    def restore(self, response_tokens: Sequence[int], carried: int) -> None:
+        """It was complete and emitted before a crash."""
+        self.finished = dict(enumerate(response_tokens))
+        self.finished_decoded = sum(response_tokens) - carried
+        self.longest_tokens = max(response_tokens, default=0)
+        self.rewards = dict.fromkeys(self.finished)
 
     def end_launch(self) -> None:
         """What it was decoding has stopped."""

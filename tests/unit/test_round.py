@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollpacker.policy import round as round_module
 from rollpacker.policy.commands import (
     AbortGroup,
     Command,
@@ -33,8 +35,9 @@ from rollpacker.policy.events import (
     ResponseFinished,
     ResponseScored,
 )
+from rollpacker.policy.placement import Placement
 from rollpacker.policy.round import Round, UnknownDrawError
-from rollpacker.policy.round_state import Group, GroupState, Replica
+from rollpacker.policy.round_state import Group, Replica
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
 from rollpacker.types import Draw, DrawId, RoundKind
 
@@ -444,13 +447,13 @@ def test_the_longest_group_runs_first_where_the_fewest_tokens_are_outstanding() 
     ]
 
 
-class _PlacedByDefinition(Round):
+class _PlacedByDefinition(Placement):
     """Looks at every replica for every group: what `candidates` has to come to."""
 
-    def _launch(self) -> list[Command]:
+    def launch(self) -> list[Command]:
         commands: list[Command] = []
-        while self._waiting:
-            group = self._groups[self._waiting[0]]
+        while self.has_waiting():
+            group = self._queue[0]
             found = [
                 (-self._queue_of(replica), replica.room(), name)
                 for name, replica in self._replicas.items()
@@ -458,17 +461,16 @@ class _PlacedByDefinition(Round):
             ]
             if not found:
                 break
-            group.state, group.replica_id = GroupState.RUNNING, max(found)[2]
-            group.launch_finished_tokens = group.launch_finished_decoded = 0
+            group.begin_launch(max(found)[2])
             replica = self._replicas[group.replica_id]
-            replica.running.add(self._waiting.pop(0))
+            replica.running.add(self._queue.popleft().draw.id)
             replica.used += len(group.missing())
             replica.turns += 1
             commands.append(LaunchGroup(group.draw.id, group.replica_id, group.missing()))
         return commands
 
     def _queue_of(self, replica: Replica) -> int:
-        in_turn = self._rules.routing is Routing.ROUND_ROBIN
+        in_turn = self._routing is Routing.ROUND_ROBIN
         return replica.turns if in_turn else self._outstanding_of(replica)
 
     def _takes(self, replica: Replica, group: Group) -> bool:
@@ -496,8 +498,9 @@ def test_groups_are_placed_as_if_every_replica_were_looked_at(
     tokens = st.integers(1, 12)
     expected = {draw.id: data.draw(tokens) for draw in draws}
     launched = []
-    for kind in (Round, _PlacedByDefinition):
-        engine = Engine(kind(rules, plan, draws, expected), lengths, random.Random(seed))
+    for kind in (Placement, _PlacedByDefinition):
+        with mock.patch.object(round_module, "Placement", kind):
+            engine = Engine(Round(rules, plan, draws, expected), lengths, random.Random(seed))
         for place, (capacity, budget) in enumerate(replicas):
             name = "ab"[place] if place < 2 else f"r{place}"
             follow = place < len(replicas) - 1 and seed % 2 == 0
