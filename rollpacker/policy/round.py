@@ -311,7 +311,7 @@ class Round:
         commands: list[Command] = []
         for draw in self._race.take_losers():
             commands += self._lose(self._groups[draw])
-        if self._times.decided is None and len(self._winners) == self._keep:
+        if self._times.decided is None and self._winners.count == self._keep:
             self._times.decided = at
         if self._held_scores and self._may_score():
             commands += self._held_scores

@@ -6,7 +6,8 @@ numbers in the same order whatever the timing; in one of arrival, as their rewar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import OrderedDict
 
 from rollpacker.policy.round_state import Group, GroupState
 from rollpacker.types import DrawId
@@ -17,16 +18,16 @@ class Winners:
 
     def __init__(self, *, in_order: bool) -> None:
         self._in_order = in_order
-        self._waiting: dict[DrawId, Group] = {}  # for rewards, in the order of the race
+        # For rewards, in the order of the race. (A plain dict would walk over all that has left.)
+        self._waiting: OrderedDict[DrawId, Group] = OrderedDict()
         self._news: list[Group] = []  # it has won, or has its last reward
         self.emitted: list[DrawId] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self.emitted)
+        self.count = 0  # emitted ones included
 
     def won(self, group: Group) -> None:
         """It has its place, behind those before."""
         group.state = GroupState.WON
+        self.count += 1
         self._waiting[group.draw.id] = group
         self._news.append(group)
 
@@ -37,22 +38,20 @@ class Winners:
     def restored(self, group: Group) -> None:
         """It was emitted before a crash."""
         group.state = GroupState.EMITTED
+        self.count += 1
         self.emitted.append(group.draw.id)
 
-    def take(self) -> Iterator[Group]:
+    def take(self) -> list[Group]:
         """Those that are to be emitted now."""
-        news, self._news = self._news, []
-        for group in self._waiting_in_order() if news and self._in_order else news:
-            if group.is_scored():
-                del self._waiting[group.draw.id]
-                group.state = GroupState.EMITTED
-                self.emitted.append(group.draw.id)
-                yield group
-
-    def _waiting_in_order(self) -> Iterator[Group]:
-        """Up to the first without all its rewards."""
-        while self._waiting:
-            first = next(iter(self._waiting.values()))
-            if not first.is_scored():
-                return
-            yield first
+        if not self._news:
+            return []
+        if self._in_order:
+            ready = list(itertools.takewhile(Group.is_scored, self._waiting.values()))
+        else:
+            ready = [group for group in self._news if group.is_scored()]
+        self._news.clear()
+        for group in ready:
+            del self._waiting[group.draw.id]
+            group.state = GroupState.EMITTED
+            self.emitted.append(group.draw.id)
+        return ready
