@@ -26,7 +26,7 @@ from rollpacker.settings import RunSettings
 from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.store.run_store import RunStore
 from rollpacker.types import StepRecord
-from services.coordinator.command_runner import RoundResult
+from services.coordinator.round_result import RoundResult
 
 
 async def chosen_ladder(

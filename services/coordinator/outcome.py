@@ -9,9 +9,9 @@ from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.store.records import RunState, StepOutcome
 from rollpacker.types import DeferredDraw, StepRecord, StepResult
-from services.coordinator.command_runner import RoundResult
 from services.coordinator.domains import DomainOf, add_domains, domain_metrics
 from services.coordinator.ladder_planning import memory_after
+from services.coordinator.round_result import RoundResult
 from services.coordinator.step_metrics import (
     carry_over_metrics,
     idle_metrics,

@@ -19,7 +19,7 @@ from rollpacker.store.draft_store import DraftStore
 from rollpacker.store.records import RunState
 from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import EngineSpec, PromptGroup, SamplingParameters
-from services.coordinator.command_runner import CommandRunner, RoundResult
+from services.coordinator.command_runner import CommandRunner
 from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.garbage import full_collections_wait
 from services.coordinator.parallelism import ParallelismPlanner
@@ -28,6 +28,7 @@ from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
 from services.coordinator.round_context import RoundContext
 from services.coordinator.round_draws import RoundDraws
+from services.coordinator.round_result import RoundResult
 from services.coordinator.run_context import RunContext
 from services.coordinator.step_files import in_thread
 

@@ -45,11 +45,11 @@ from rollpacker.store.records import LayoutError, RunState
 from rollpacker.store.run_queue import RunQueue
 from rollpacker.store.run_store import RunStore, StaleFenceError, list_run_ids
 from rollpacker.tasks import end_tasks
-from services.coordinator.command_runner import RoundFailedError
 from services.coordinator.control import RunControl
 from services.coordinator.driver import RunDriver
 from services.coordinator.outputs import RunDirectoryError, RunOutputs
 from services.coordinator.progress import RoundProgress
+from services.coordinator.round_result import RoundFailedError
 from services.coordinator.run_context import RunContext
 from services.coordinator.run_values import difference, load_data, new_state, parse
 from services.coordinator.settings import CoordinatorSettings
