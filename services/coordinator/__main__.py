@@ -14,8 +14,9 @@ from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.rpc.server import RpcServer, serve
 from rollpacker.store.redis_client import connect
 from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from services.coordinator.leadership import LeaseLostError
 from services.coordinator.readings import coordinator_readings
-from services.coordinator.runs import LeaseLostError, Runs
+from services.coordinator.runs import Runs
 from services.coordinator.server import SERVICE_NAME, CoordinatorServicer
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.web import serve_web

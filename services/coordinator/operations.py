@@ -38,8 +38,9 @@ from services.coordinator.changes import (
     to_drop,
 )
 from services.coordinator.control import RunControl
+from services.coordinator.driven_run import ActiveRun
 from services.coordinator.run_values import invalid_settings
-from services.coordinator.runs import OPEN, ActiveRun, Runs
+from services.coordinator.runs import OPEN, Runs
 from services.coordinator.validation import Measurement
 
 _MAX_ROWS = 1000

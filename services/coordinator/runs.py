@@ -9,10 +9,10 @@ Should it find more than one open, it drives the oldest that is not paused, or e
 the others one that runs is queued, one that is stopping has stopped, and a paused one stays paused:
 StartRun goes on with it. So does a paused run whose files cannot be read at the restart.
 
-`Runs` owns the lease, the queue, the driver's task and the live progress; what people ask of a run
-that is under way is in `operations.py`. A run that is open is the active one, also while it is
-paused; when it has ended, the next of the queue starts. Losing the lease ends the process: another
-coordinator is at work, and every later write of this one would be refused.
+`Runs` owns the queue, the driver's task and the live progress; the lease is in `leadership.py`, how
+a run ends in `driven_run.py`, what people ask of a run that is under way in `operations.py`. A run
+that is open is the active one, also while it is paused; when it has ended, the next of the queue
+starts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from rollpacker.devices.store import DeviceLeases
 from rollpacker.rpc.errors import (
@@ -36,21 +34,18 @@ from rollpacker.rpc.errors import (
     InvalidArgumentError,
     NotFoundError,
     ServiceError,
-    UnavailableError,
 )
 from rollpacker.rpc.waiting import told_while_waiting
 from rollpacker.settings import RunSettings
-from rollpacker.store.lease import CoordinatorLease
 from rollpacker.store.records import LayoutError, RunState
 from rollpacker.store.run_queue import RunQueue
-from rollpacker.store.run_store import RunStore, StaleFenceError, list_run_ids
+from rollpacker.store.run_store import RunStore, list_run_ids
 from rollpacker.tasks import end_tasks
 from services.coordinator.control import RunControl
+from services.coordinator.driven_run import ActiveRun, drive, run_context, set_failed
 from services.coordinator.driver import RunDriver
-from services.coordinator.outputs import RunDirectoryError, RunOutputs
+from services.coordinator.leadership import Leadership
 from services.coordinator.progress import RoundProgress
-from services.coordinator.round_result import RoundFailedError
-from services.coordinator.run_context import RunContext
 from services.coordinator.run_values import difference, load_data, new_state, parse
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.workers import WorkerRegistry
@@ -59,22 +54,7 @@ _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 OPEN = ("running", "pausing", "paused", "stopping")
 _FAILS = ("running", "pausing", "stopping")  # where it cannot be driven; a paused one stays paused
 _MAY_WAIT = ("queued", "paused", "stopped", "failed")  # not driven, so it may wait for its turn
-_STANDBY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-
-
-class LeaseLostError(Exception):
-    """Another coordinator has taken over."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveRun:
-    """The run that is driven; its data may still be loading, then the rest is None."""
-
-    run_id: str
-    driver: RunDriver | None = None
-    control: RunControl | None = None
-    task: asyncio.Task[None] | None = None
 
 
 class Runs:
@@ -86,12 +66,9 @@ class Runs:
         self._redis = redis
         self._settings = settings
         self._workers = workers
-        self._lease = CoordinatorLease(
-            redis, settings.coordinator_id, settings.coordinator_lease_seconds
-        )
+        self._leadership = Leadership(redis, settings)
         self._queue = RunQueue(redis)
         self.devices = DeviceLeases(redis, settings.device_lease_seconds)
-        self._fence: int | None = None
         self._active: ActiveRun | None = None
         self._scanned = asyncio.Event()  # an open run would have been found by now
         self._wake = asyncio.Event()  # a run has ended, or waits for its turn
@@ -104,8 +81,8 @@ class Runs:
 
         Raises LeaseLostError.
         """
-        fence = await self._take_lease()
-        tasks = [asyncio.create_task(self._hold_lease(fence)), asyncio.create_task(self._serve())]
+        await self._leadership.take()
+        tasks = [asyncio.create_task(self._leadership.hold()), asyncio.create_task(self._serve())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -115,27 +92,7 @@ class Runs:
             try:
                 await end_tasks(*tasks, self._active.task if self._active else None)
             finally:
-                await self._lease.release(fence)
-
-    async def _hold_lease(self, fence: int) -> None:
-        while True:
-            if not await self._lease.renew(fence):
-                raise LeaseLostError(
-                    f"coordinator {self._settings.coordinator_id} has lost its lease:"
-                    " another one has taken over"
-                )
-            await asyncio.sleep(self._settings.coordinator_lease_seconds / 3)
-
-    async def _take_lease(self) -> int:
-        async with told_while_waiting("the lease, which another coordinator holds"):
-            while True:
-                fence = await self._lease.acquire()
-                if fence is not None:
-                    break
-                await asyncio.sleep(_STANDBY_SECONDS)
-        self._fence = fence
-        _log.info("coordinating with fence %d", fence)
-        return fence
+                await self._leadership.release()
 
     async def _serve(self) -> None:
         """Go on with the run that is open; then, whenever none is, with the next of the queue."""
@@ -192,7 +149,7 @@ class Runs:
             await self._begin(run_id)
         except ServiceError as error:
             _log.error("run %s cannot be driven: %s", run_id, error)
-            await self._set_failed(run_id, str(error), only_from=_FAILS)
+            await set_failed(self.store(run_id), self.fence(), str(error), only_from=_FAILS)
             self._active = None
 
     # --- what the RPCs ask for ----------------------------------------------------------------
@@ -298,7 +255,7 @@ class Runs:
     @property
     def holds_lease(self) -> bool:
         """Whether this coordinator is the one that drives."""
-        return self._fence is not None
+        return self._leadership.is_held
 
     @property
     def is_starting(self) -> bool:
@@ -326,11 +283,7 @@ class Runs:
 
     def fence(self) -> int:
         """Of the lease. Raises UnavailableError (STANDBY)."""
-        if self._fence is None:
-            raise UnavailableError(
-                "STANDBY", "this coordinator stands by: another one holds the lease"
-            )
-        return self._fence
+        return self._leadership.fence()
 
     # --- driving ------------------------------------------------------------------------------
 
@@ -343,7 +296,7 @@ class Runs:
         try:
             await self._begin(store.run_id)
         except ServiceError as error:
-            await self._set_failed(store.run_id, str(error))
+            await set_failed(store, self.fence(), str(error))
             raise
         return await self.get(store.run_id)
 
@@ -352,24 +305,15 @@ class Runs:
         settings = parse(state.settings)
         data = await asyncio.to_thread(load_data, settings)
         state = await self.get(run_id)  # it may be paused or stopped by now
-        try:
-            outputs = RunOutputs(
-                self.directory(state.run_id),
-                state.run_id,
-                settings.tail_batching.mode,
-                state.settings,
-            )
-        except (RunDirectoryError, OSError) as error:
-            raise FailedPreconditionError("RUN_DIRECTORY", str(error)) from error
-        context = RunContext(
-            run_id=state.run_id,
-            settings=settings,
-            data=data,
-            redis=self._redis,
-            workers=self._workers,
-            outputs=outputs,
-            fence=self.fence(),
-            on_progress=self._set_progress,
+        context = run_context(
+            state,
+            settings,
+            data,
+            self._redis,
+            self._workers,
+            self.directory(run_id),
+            self.fence(),
+            self._set_progress,
         )
         control = RunControl(state)
         driver = RunDriver(context, control)
@@ -377,35 +321,13 @@ class Runs:
         self._active = ActiveRun(run_id, driver, control, task)
 
     async def _drive(self, driver: RunDriver, control: RunControl, run_id: str) -> None:
-        store, fence = RunStore(self._redis, run_id), self.fence()
         try:
-            status = await driver.run()
-            await store.set_status(fence, status)
-            _log.info("run %s has %s", run_id, status)
-        except StaleFenceError:
-            _log.error("run %s is driven by another coordinator now", run_id)
-        except (ServiceError, RoundFailedError, RedisError, OSError, ValueError) as error:
-            if isinstance(error, ServiceError) and error.reason == "STALE_FENCE":
-                _log.error("run %s is driven by another coordinator now: %s", run_id, error)
-                return
-            _log.exception("run %s has failed", run_id)
-            await self._set_failed(run_id, str(error))
-        except Exception as error:
-            _log.exception("run %s has failed", run_id)
-            await self._set_failed(run_id, f"a bug, see the coordinator's log: {error!r}")
-            raise
+            await drive(driver, self.store(run_id), self.fence())
         finally:
             driver.validator.refuse_request()
             self._active, self.progress = None, None
             control.end()
             self._wake.set()
-
-    async def _set_failed(self, run_id: str, reason: str, *, only_from: Sequence[str] = ()) -> None:
-        store, fence = RunStore(self._redis, run_id), self.fence()
-        try:
-            await store.set_status(fence, "failed", failure=reason, only_from=only_from)
-        except (RedisError, StaleFenceError) as error:
-            _log.error("the failure of run %s cannot be recorded: %s", run_id, error)
 
     def _set_progress(self, progress: RoundProgress) -> None:
         self.progress = progress

@@ -152,7 +152,7 @@ async def coordinator(
         for name, (address, kind) in cluster.addresses.items():
             request = pb.HeartbeatRequest(worker_id=name, address=address, kind=kind)
             await stub.Heartbeat(request)
-    while runs._fence is None and coordinator_id == "c":
+    while not runs.holds_lease and coordinator_id == "c":
         await asyncio.sleep(0)
     try:
         yield Coordinator(stub, runs, workers, task, server.address)

@@ -634,7 +634,7 @@ async def test_a_round_without_a_rollout_worker_fails_with_its_name(cluster: Clu
 async def test_a_draw_that_loses_replica_after_replica_ends_the_run_with_its_name(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.coordinator.command_runner._MAX_LOSSES", 2)
+    monkeypatch.setattr("services.coordinator.group_streams._MAX_LOSSES", 2)
     for rollout in cluster.rollouts:
         rollout.fail_next = 10_000
     async with coordinator(cluster) as c:
@@ -674,7 +674,8 @@ async def test_a_standby_takes_over_when_the_lease_is_free_and_a_stale_one_steps
         with pytest.raises(Exception, match="stands by"):
             await second.start(values, run_id="other")
         await until_asked(cluster)
-        first.runs._lease.renew = lambda fence: asyncio.sleep(0, result=True)  # paused past it
+        lease = first.runs._leadership.lease
+        lease.renew = lambda fence: asyncio.sleep(0, result=True)  # paused past it
         await cluster.redis.delete(keys.COORDINATOR_LEASE)
         while not second.runs.holds_lease:
             await asyncio.sleep(0.005)
