@@ -42,8 +42,6 @@ class Bin:
     key: float  # longest response, in tokens
     tokens: float  # mean of a group
     fresh_tokens: float  # mean of a group of the same prompts that is drawn afresh
-    alive: tuple[float, ...]  # responses with more tokens than each point of the grid
-    alive_squared: tuple[float, ...]  # mean of the square
 
 
 class GroupLaw:
@@ -63,13 +61,16 @@ class GroupLaw:
         weights = [weight / total for _, weight in kept]
         counts = [
             [float(len(row) - bisect.bisect_right(row, tokens)) for row in rows]
-            for tokens in self.grid
+            for tokens in self.grid[:-1]
         ]
-        self._alive = [_behind(row, weights) for row in counts]
-        self._alive_squared = [_behind([n * n for n in row], weights) for row in counts]
         self._tokens = _behind([float(sum(row)) for row in rows], weights)
         self._fresh = _Fresh(rows, weights)
         self.bins = tuple(self._bin(low, high) for low, high in pairwise(_EDGES))
+        # For each point of the grid, by bin: responses with more tokens, and mean of the square.
+        self.alive = [self._by_bin(_behind(row, weights)) for row in counts]
+        self.alive_squared = [
+            self._by_bin(_behind([n * n for n in row], weights)) for row in counts
+        ]
 
     def _bin(self, low: float, high: float) -> Bin:
         middle = (low + high) / 2.0
@@ -78,9 +79,10 @@ class GroupLaw:
             self.key_at(middle),
             self.tokens(low, high),
             self._fresh.tokens(low, high),
-            tuple(self._between(sums, low, high) for sums in self._alive),
-            tuple(self._between(sums, low, high) for sums in self._alive_squared),
         )
+
+    def _by_bin(self, sums: list[float]) -> tuple[float, ...]:
+        return tuple(self._between(sums, low, high) for low, high in pairwise(_EDGES))
 
     def key_at(self, share: float) -> float:
         """Longest response of the group at this share, in tokens."""

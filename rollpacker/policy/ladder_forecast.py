@@ -19,9 +19,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 from statistics import NormalDist, fmean, median
 
 from rollpacker.policy.group_law import GroupLaw
+from rollpacker.policy.ladder_ages import Ages, level_ages
 
 _CASES = tuple((n + 0.5) / 8 for n in range(8))  # equally likely, of what varies between rounds
 
@@ -90,7 +92,7 @@ class LevelRound:
 
     rate: float  # of the run's rounds
     factor: float  # eta; 1: nobody loses
-    age: float  # steps, mean, at which it trains
+    oldest: float  # steps, the greatest age of what it launches
     pool: list[float]  # of what it launches: the share of each bin of the law
     start: float  # tokens that come from drafts
     ends: list[float]  # tokens of the longest response that it needs, equally likely cases
@@ -109,17 +111,19 @@ def level_rounds(
         launched = factors[level + 1] if level + 1 < len(factors) else 1.0
         rates.append(rates[-1] * (factor - 1.0) / launched)
     total = sum(rates)
-    pool = [item.mass for item in law.bins]
+    pool = first = [item.mass for item in law.bins]  # `first`: of these, as at the first launch
     found: list[LevelRound] = []
-    age, reached, behind = 0.0, 0.0, law.size
-    for rate, factor in zip(rates, (*factors, 1.0), strict=True):
-        if found:  # in the middle between two rounds; the oldest draw is twice as old
-            age += total / rate / 2.0
-            pool = _again(rules, law, _race(pool, 1.0 / found[-1].factor)[1], age)
+    kept, reached, behind = 1.0, 0.0, law.size
+    all_ages = level_ages(factors, rules.prompts_per_step)
+    for rate, factor, ages in zip(rates, (*factors, 1.0), all_ages, strict=True):
+        if found:
+            before, kept = kept, _mean(rules.coupling, ages)
+            same = min(1.0, kept / before) if before > 0.0 else 0.0
+            pool, first = _again(law, pool, first, 1.0 / found[-1].factor, same)
             behind *= 1.0 - 1.0 / found[-1].factor
         ends = _ends(rules, law, pool, factor, caution / math.sqrt(behind))
-        start = rules.acceptance(age) * reached
-        found.append(LevelRound(rate / total, factor, age, pool, start, ends))
+        start = _mean(rules.acceptance, ages) * reached
+        found.append(LevelRound(rate / total, factor, max(ages), pool, start, ends))
         reached = median(ends)
     return found
 
@@ -145,7 +149,7 @@ def forecast(
         factors,
         seconds,
         tokens / law.tokens(0.0, 1.0),
-        2.0 * rounds[-1].age,
+        max(item.oldest for item in rounds),
         tokens * rules.prompts_per_step / (seconds + engine.other_seconds),
     )
 
@@ -161,18 +165,31 @@ def _race(pool: list[float], share: float) -> tuple[list[float], list[float]]:
     return kept, lost
 
 
-def _again(rules: PlannerRules, law: GroupLaw, lost: list[float], age: float) -> list[float]:
-    """What the losers are when they are launched again: the same, or drawn afresh.
+def _mean(of_age: Callable[[float], float], ages: Ages) -> float:
+    return sum(share * of_age(age) for age, share in ages.items())
 
-    A fresh group is like the old one as far as the prompt decides, else like any group.
+
+def _again(
+    law: GroupLaw, pool: list[float], first: list[float], kept: float, same: float
+) -> tuple[list[float], list[float]]:
+    """What the losers of a pool are when they are launched again, and what of it is as at first.
+
+    Of what came out as at the first launch (`first`), the share `same` does so again; the others
+    are drawn afresh: as before as far as the prompt decides, else like any group.
     """
-    coupling = rules.coupling(age)
-    same = coupling + (1.0 - coupling) * _prompt_share(law, lost)
+    lost = _race(pool, kept)[1]
     total = sum(lost)
-    return [
-        same * mass / total + (1.0 - same) * item.mass
-        for mass, item in zip(lost, law.bins, strict=True)
+    first = [
+        same * part * mass / (all_ * total) if all_ else 0.0
+        for part, mass, all_ in zip(first, lost, pool, strict=True)
     ]
+    fresh = 1.0 - sum(first)
+    prompt = _prompt_share(law, lost)
+    again = [
+        part + fresh * (prompt * mass / total + (1.0 - prompt) * item.mass)
+        for part, mass, item in zip(first, lost, law.bins, strict=True)
+    ]
+    return again, first
 
 
 def _prompt_share(law: GroupLaw, lost: list[float]) -> float:
@@ -196,13 +213,10 @@ def _round_seconds(
     groups = level.factor * rules.prompts_per_step / engine.replicas
     # The fullest replica ends the round; groups are spread evenly, long responses are not.
     fullest = _expected_maximum(engine.replicas)
-    launched = [(m, item) for m, item in zip(level.pool, law.bins, strict=True) if m > 0.0]
-    running = []
-    for point in range(len(law.grid) - 1):
-        alive, squared = 0.0, 0.0
-        for mass, item in launched:
-            alive += mass * item.alive[point]
-            squared += mass * item.alive_squared[point]
+    running = []  # behind each point of the grid
+    for by_bin, squared_by_bin in zip(law.alive, law.alive_squared, strict=True):
+        alive = sum(map(mul, level.pool, by_bin))
+        squared = sum(map(mul, level.pool, squared_by_bin))
         spread = math.sqrt(groups * max(0.0, squared - alive**2))
         running.append(groups * alive + fullest * spread)
     seconds = {

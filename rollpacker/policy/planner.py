@@ -32,6 +32,7 @@ from rollpacker.policy.ladder_forecast import (
 
 _CAUTION = 0.5  # standard errors against every other ladder than the present one
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
+_ALONE = (4 / 3,)  # of a single level: its rounds leave nothing waiting, so draws stay young
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,12 @@ def choose_sizes(
 
 def _candidates(rules: PlannerRules) -> list[tuple[float, ...]]:
     """Every ladder of the usual factors; no deferral is one of them, and always allowed."""
-    return [
+    usual = [
         factors
         for levels in range(rules.max_levels + 1)
         for factors in product(_FACTORS, repeat=levels)
     ]
+    return usual + [(factor,) for factor in _ALONE if rules.max_levels]
 
 
 def _gain(engine: EngineMeasure, now: Forecast, best: Forecast) -> float:

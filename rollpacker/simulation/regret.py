@@ -5,7 +5,8 @@ The best single setting is the fixed ladder with the lowest mean over scenarios 
 Weights are frozen and nothing is carried over, so that only the schedule counts.
 
 The planner was worked on with the `known` scenarios in view; the `held_out` ones, with other
-seeds, tasks, caps, correlations and growing lengths, say what it does elsewhere. In the `growing`
+seeds, tasks, caps, correlations and growing lengths, say what it does elsewhere; the `fresh` ones
+were looked at once, when the work was over. In the `growing`
 ones lengths double over the run: take 100 steps.
 """
 
@@ -68,6 +69,16 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(65536, 0.5, 1.0, "math", 14),
         RegretScenario(65536, 0.8, 1.0, MIX, 15),
         RegretScenario(65536, 0.6, 2.0, "code", 16),
+    ),
+    "fresh": (
+        RegretScenario(8192, 0.4, 1.0, "math", 21),
+        RegretScenario(8192, 0.7, 1.0, MIX, 22),
+        RegretScenario(16384, 0.4, 1.0, MIX, 23),
+        RegretScenario(16384, 0.7, 1.0, "code", 24),
+        RegretScenario(32768, 0.4, 1.0, MIX, 25),
+        RegretScenario(32768, 0.7, 1.0, "math", 26),
+        RegretScenario(65536, 0.4, 1.0, "code", 27),
+        RegretScenario(65536, 0.7, 1.0, MIX, 28),
     ),
     "growing": (RegretScenario(16384, 0.6, 2.0), RegretScenario(32768, 0.3, 2.0)),
 }

@@ -106,6 +106,16 @@ def test_the_shares_of_a_ladder_add_up_to_the_mean_length() -> None:
         assert forecast(RULES, ENGINE, law, factors).length_ratio == pytest.approx(1.0)
 
 
+def test_draws_that_come_back_sooner_keep_more_of_their_length() -> None:
+    drifting = replace(RULES, coupling=lambda age: 0.8**age)
+    law = GroupLaw(groups(300, 0.05), 8192)
+    ratios = [
+        forecast(drifting, ENGINE, law, factors).length_ratio
+        for factors in ((2.0,), (2.0, 2.0), (2.0, 2.0, 2.0))
+    ]
+    assert 1.0 > ratios[0] > ratios[1] > ratios[2]
+
+
 def sized(size: int) -> EngineMeasure:
     """16 GPUs of engines of this size: faster each, fewer, and with more room in all."""
     return EngineMeasure(16 // size, 0.02 / size, 1e-3, 1e-8, 12_000 * (2 * size - 1), 100)
