@@ -6,8 +6,8 @@ Weights are frozen and nothing is carried over, so that only the schedule counts
 
 The planner was worked on with the `known` scenarios in view; the `held_out` ones, with other
 seeds, tasks, caps, correlations and growing lengths, say what it does elsewhere; the `fresh` ones
-were looked at once, when the work was over. In the `growing`
-ones lengths double over the run: take 100 steps.
+were looked at once, behind all that was tried. In the `growing` ones lengths double over the run:
+take 100 steps.
 """
 
 from __future__ import annotations
