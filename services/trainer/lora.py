@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollpacker.refit.adapter import PREFIX, add_product
-from services.trainer.model_loading import in_dtype
+from services.trainer.model_loading import ModelNotFoundError, in_dtype
 
 _BASE = ".base_layer."
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -51,16 +51,26 @@ def add_adapter(module: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
 
+    targets = _linear_layers(module)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=_linear_layers(module),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
     module.requires_grad_(False)
     with in_dtype(module, dtype), torch.random.fork_rng():  # peft takes over that of the layer
         torch.manual_seed(0)
-        inject_adapter_in_model(config, module)
+        if targets:
+            inject_adapter_in_model(config, module)
+    trained = {
+        name.partition(".lora_")[0] for name, p in module.named_parameters() if p.requires_grad
+    }
+    if not targets or trained != set(targets):
+        raise ModelNotFoundError(
+            f"trainer.lora_rank: {lora.rank}: an adapter does not fit this architecture, of which"
+            f" {sorted(trained ^ set(targets))[:2] or 'no layer'} would be another matter; use 0"
+        )
 
 
 def _linear_layers(module: nn.Module) -> list[str]:

@@ -5,8 +5,8 @@
 *mapped*: the parameters are the bytes of the safetensors files in the dtype of the files, mapped
 into memory: none is read until it is used, and ranks of a host share the pages; only experts are
 read, because a layer's are put together into one tensor. *sharded*: FSDP copies the rows of its
-rank; the map is let go. Only then are the numbers cast, which is exact, for a master dtype is at
-least as wide.
+rank; the map is let go (one rank on a CPU keeps it, where nothing has to be cast). Only then are
+the numbers cast, which is exact, for a master dtype is at least as wide.
 
 Files whose numbers have more than one floating dtype, or packed ones, are read and cast whole, by
 every rank.
@@ -35,6 +35,13 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
+# What transformers, safetensors and the parts of files that are not as they should be raise.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError),
+    SafetensorError,
+)
+
+
 class ModelNotFoundError(Exception):
     """There is no model in the directory that transformers can load; the message says why."""
 
@@ -52,11 +59,11 @@ class MappedModel:
         self._master = master
         try:
             self.module = _loaded(directory, _stored_dtype(directory) or master, master)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except _UNREADABLE as error:
             raise ModelNotFoundError(f"{directory} cannot be loaded: {error}") from error
 
     def to_master(self, device: torch.device | None) -> None:
-        """Cast what this rank has, on `device` (None: where it is), and let go of the files."""
+        """Cast what this rank has, on `device` (None: where it is)."""
         self.module.to(device=device, dtype=self._master)
         config = cast(Any, self.module).config
         config.dtype = self._master
@@ -72,14 +79,17 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     stored = {parameter: parameter.data for parameter in module.parameters()}
     for parameter, data in stored.items():
         parameter.data = data.new_empty((), dtype=dtype).expand(data.shape)  # takes no memory
-    yield
-    for parameter, data in stored.items():
-        parameter.data = data
+    try:
+        yield
+    finally:
+        for parameter, data in stored.items():
+            parameter.data = data
 
 
 def _loaded(directory: Path, dtype: torch.dtype, master: torch.dtype) -> nn.Module:
-    module = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
+        output_loading_info=True,
         dtype=dtype,
         attn_implementation="sdpa",
         local_files_only=True,
@@ -87,6 +97,14 @@ def _loaded(directory: Path, dtype: torch.dtype, master: torch.dtype) -> nn.Modu
         # Grouped matrix products, the default, know no float64.
         experts_implementation="eager" if master == torch.float64 else None,
     )
+    module, told = loaded
+    # transformers would make up what is missing, other numbers on every rank.
+    for what in ("missing_keys", "unexpected_keys"):
+        if names := sorted(map(str, told[what])):
+            raise ValueError(
+                f"its files and its config.json do not fit: {what.replace('_keys', '')} tensors"
+                f" {', '.join(names[:3])} ({len(names)} in all)"
+            )
     module.train(False)  # no dropout; gradients flow all the same
     return cast(nn.Module, module)
 

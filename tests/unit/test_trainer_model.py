@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -185,3 +186,20 @@ def test_experts_compute_in_every_dtype(tmp_path: Path, family: str) -> None:
     ]
     assert found[0][0].dtype == torch.float64
     assert torch.allclose(found[0][0].float(), found[1][0], atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_a_model_whose_files_do_not_fit_its_config_is_refused(tmp_path: Path, change: str) -> None:
+    """Its missing weights would be random ones, others on every rank."""
+    directory = make_model(tmp_path / "model")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        name = "model.layers.2.mlp.up_proj.weight"
+        tensors[name] = torch.zeros(48, 32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelNotFoundError, match=f"{change} tensors {name}"):
+        PolicyModel(directory, "float32", CPU, None)
