@@ -129,6 +129,8 @@ class PromptDataset(Sequence[Prompt]):
 
     def ahead(self, cursor: DataCursor, draws: Collection[DrawId]) -> set[DrawId]:
         """Those of these draws that come behind the cursor."""
+        if not draws:
+            return set()
         epochs = set(range(cursor.epoch, self.epochs))
         if self._mix is None:
             epochs &= {draw.epoch for draw in draws}

@@ -55,6 +55,13 @@ def planned_steps(settings: RunSettings, prompt_count: int) -> int:
     return min(by_data, settings.max_steps) if settings.max_steps else by_data
 
 
+def in_force(settings: RunSettings) -> dict[str, Any]:
+    """Values of the settings, one that is left out as the mode fills it in: to compare runs by."""
+    values = settings.model_dump(mode="json")
+    values["tail_batching"]["rebalance"] = settings.tail_batching.resolved_rebalance
+    return values
+
+
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The names of the settings that differ, dotted."""
     names = _flat(old).items() ^ _flat(new).items()

@@ -46,7 +46,7 @@ from services.coordinator.driven_run import ActiveRun, drive, run_context, set_f
 from services.coordinator.driver import RunDriver
 from services.coordinator.leadership import Leadership
 from services.coordinator.progress import RoundProgress
-from services.coordinator.run_values import difference, load_data, new_state, parse
+from services.coordinator.run_values import difference, in_force, load_data, new_state, parse
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.workers import WorkerRegistry
 
@@ -171,7 +171,6 @@ class Runs:
         if until_step < 0:
             raise InvalidArgumentError.field("until_step", f"{until_step} is below 0")
         settings, pause_at = parse(values), until_step or None
-        resolved = settings.model_dump(mode="json")
         if validate_only:
             return await new_state(run_id, settings)
         self.fence()
@@ -181,12 +180,12 @@ class Runs:
         state = await self._load(run_id)
         if state is not None:
             # A setting that is newer than the run has its default there.
-            present = parse(state.settings).model_dump(mode="json")
-            if present != resolved:
+            present, asked = in_force(parse(state.settings)), in_force(settings)
+            if present != asked:
                 raise AlreadyExistsError(
                     "SETTINGS_DIFFER",
                     f"run {run_id} exists with other settings"
-                    f" ({difference(present, resolved)}); choose another run_id",
+                    f" ({difference(present, asked)}); choose another run_id",
                 )
         if state is not None and (state.status == "succeeded" or self.is_active(run_id)):
             return state
@@ -207,7 +206,7 @@ class Runs:
         self, store: RunStore, settings: RunSettings, pause_at: int | None
     ) -> RunState:
         state = await new_state(store.run_id, settings)
-        await store.create(dataclasses.replace(state, status="queued"))
+        await store.create(dataclasses.replace(state, status="queued", pause_at=pause_at))
         await self._queue_up(store.run_id, pause_at, only_from=_MAY_WAIT)
         self._wake.set()
         return await self.get(store.run_id)
@@ -290,7 +289,8 @@ class Runs:
     async def _create_and_begin(
         self, store: RunStore, settings: RunSettings, pause_at: int | None
     ) -> RunState:
-        await store.create(await new_state(store.run_id, settings))
+        state = await new_state(store.run_id, settings)
+        await store.create(dataclasses.replace(state, pause_at=pause_at))
         await store.reopen_step(self.fence())
         await store.set_status(self.fence(), "running", pause_at=pause_at)
         try:
