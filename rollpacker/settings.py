@@ -78,9 +78,8 @@ class TailBatchingSettings(Section):
     )
     rebalance: bool | None = Field(
         None,
-        description="let a replica without work take over a group of one that has several; the"
-        " embedded engine takes its tokens over at the cost of a prefill, SGLang samples them anew."
-        " Default: in mode auto where no replica samples anew, else off",
+        description="let a replica without work take over a group of one that has several, and its"
+        " tokens at the cost of a prefill; default: on in mode auto, else off",
     )
     scale_down: bool = Field(
         False,
@@ -144,6 +143,11 @@ class TailBatchingSettings(Section):
         if self.speculation_factors is not None:
             return len(self.speculation_factors)
         return len(DEFAULT_FACTORS.get(self.mode, ()))
+
+    @property
+    def resolved_rebalance(self) -> bool:
+        """Whether idle replicas take groups over."""
+        return self.mode == "auto" if self.rebalance is None else self.rebalance
 
     @property
     def resolved_speculation_factors(self) -> tuple[float, ...]:

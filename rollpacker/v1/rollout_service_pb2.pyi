@@ -334,21 +334,29 @@ class NewTokens(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Place in the group, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In order."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of these tokens, as in a Response; from an engine that ignores drafts, or none. With them the
+        tokens can be resumed from elsewhere, if the stream breaks.
+        """
+
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,15 +390,12 @@ class GetEngineResponse(_message.Message):
     ENGINE_KIND_FIELD_NUMBER: _builtins.int
     REPLAYS_BY_SEED_FIELD_NUMBER: _builtins.int
     CHANGES_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
-    TAKES_DRAFTS_FIELD_NUMBER: _builtins.int
     engine_kind: _builtins.str
     """"torch" or "sglang"."""
     replays_by_seed: _builtins.bool
     """Whether the same seed gives the same response whatever else runs; `exact` needs it."""
     changes_tensor_parallel_size: _builtins.bool
     """Whether ApplyEngineSpec may change tensor_parallel_size."""
-    takes_drafts: _builtins.bool
-    """Whether drafts save decoding: without it a group that moves is sampled anew."""
     @_builtins.property
     def spec(self) -> Global___EngineSpec:
         """The spec in force; weight_version -1 before the first ApplyEngineSpec."""
@@ -407,11 +412,10 @@ class GetEngineResponse(_message.Message):
         engine_kind: _builtins.str = ...,
         replays_by_seed: _builtins.bool = ...,
         changes_tensor_parallel_size: _builtins.bool = ...,
-        takes_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_tensor_parallel_size", b"changes_tensor_parallel_size", "engine_kind", b"engine_kind", "replays_by_seed", b"replays_by_seed", "spec", b"spec", "stats", b"stats", "takes_drafts", b"takes_drafts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes_tensor_parallel_size", b"changes_tensor_parallel_size", "engine_kind", b"engine_kind", "replays_by_seed", b"replays_by_seed", "spec", b"spec", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,12 +75,12 @@ class CommandRunner:
         observers: Sequence[Observer] = (),
         take_draws: Callable[[int], list[Draw]] | None = None,
         *,
-        rebalances: bool | None = False,
+        rebalances: bool = False,
     ) -> None:
         """`scale_down`: what may release replicas while the last responses run. `observers` are
         told every event and what the round answered. `take_draws`: the next draws of the data,
         which `context` knows from then on; for dynamic sampling. `rebalances`: idle replicas take
-        groups over; None: where all replicas take drafts."""
+        groups over."""
         self._rebalances = rebalances
         self._moved_groups = 0
         self._scale_down = scale_down
@@ -147,7 +147,7 @@ class CommandRunner:
                 self._streams.idle.lost(event.replica_id, event.at)
             if finish := await self._handle(event):
                 return finish
-            if self._replicas.take_drafts if self._rebalances is None else self._rebalances:
+            if self._rebalances:
                 await self._rebalance()
             await self._release_replicas()
             self._report()
@@ -163,7 +163,7 @@ class CommandRunner:
         return None
 
     async def _rebalance(self) -> None:
-        """Idle replicas take over groups; what these have so far are drafts of the same weights."""
+        """Idle replicas take over groups, with the tokens that these have so far."""
         while (found := self._round.group_to_move()) is not None:
             draw, replica_id = found
             if not await self._streams.end(draw):  # its last news has not been handled yet

@@ -68,7 +68,11 @@ class GroupStreams:
     ) -> None:
         self.collected: dict[tuple[DrawId, int], CollectedResponse] = {}
         self.carry_over = CarryOver(
-            context.weight_version, context.drafts, context.carry_over_max_tokens
+            context.weight_version,
+            context.drafts,
+            context.carry_over_max_tokens,
+            context.run_id,
+            context.draws,
         )
         self.idle = ReplicaIdle()
         self._context = context
@@ -189,7 +193,7 @@ class GroupStreams:
 
     def _progressed(self, draw: DrawId, progress: rollout_service_pb2.GroupProgress) -> None:
         for new in progress.new_tokens:
-            self.carry_over.progressed(draw, new.index, new.token_ids)
+            self.carry_over.progressed(draw, new.index, new.token_ids, new.logprobs)
         self._tell(
             ProgressReported(
                 time.monotonic(),

@@ -70,7 +70,6 @@ class ReplicaSet:
         self._none_since = time.monotonic()  # since when no replica serves
         self.first_ready_at: float | None = None  # monotonic
         self.slowest_apply_seconds = 0.0
-        self.take_drafts = True  # all that were brought up: a group that moves keeps its tokens
 
     def serving(self) -> list[str]:
         """Ids of the replicas that take work."""
@@ -244,7 +243,6 @@ class ReplicaSet:
                 f"replica {worker.worker_id} ({engine.engine_kind}) cannot change its tensor-"
                 "parallel size; leave out tail_batching.max_tensor_parallel_size, or launch SGLang",
             )
-        self.take_drafts = self.take_drafts and engine.takes_drafts
         return engine.stats
 
 

@@ -120,7 +120,7 @@ class RoundRunner:
             self._scale_down_of(state),
             [log.handled, *([meter.handled] if meter else [])],
             draws.more,
-            rebalances=self._rebalances(),
+            rebalances=self._settings.tail_batching.resolved_rebalance,
         )
         started = time.monotonic()
         with full_collections_wait():
@@ -136,11 +136,6 @@ class RoundRunner:
             tensor_parallel_size=spec.tensor_parallel_size,
             meter=meter,
         )
-
-    def _rebalances(self) -> bool | None:
-        """What the settings say; else mode auto does where all replicas take drafts (None)."""
-        tail = self._settings.tail_batching
-        return tail.rebalance if tail.rebalance is not None or tail.mode == "auto" else False
 
     def _scale_down_of(self, state: RunState) -> ScaleDown | None:
         """What may release replicas of a round; None: the run does not."""

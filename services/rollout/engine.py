@@ -87,6 +87,8 @@ class GenerationProgress:
     # By request, what running responses gained since the last progress (at first: carried tokens
     # too). Together they are the draft that is left when a call is cancelled. May be left out.
     new_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Of the same tokens, from an engine that ignores drafts: they can be carried elsewhere then.
+    new_logprobs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -100,11 +102,6 @@ class Engine(Protocol):
     @property
     def replays_by_seed(self) -> bool:
         """Whether a seed gives the same response whatever else runs."""
-        ...
-
-    @property
-    def takes_drafts(self) -> bool:
-        """Whether a request's draft saves decoding; it is ignored otherwise."""
         ...
 
     @property

@@ -116,7 +116,6 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             engine_kind=self._engine.kind,
             replays_by_seed=self._engine.replays_by_seed,
             changes_tensor_parallel_size=self._engine.changes_tensor_parallel_size,
-            takes_drafts=self._engine.takes_drafts,
         )
 
     @property

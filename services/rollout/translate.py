@@ -67,7 +67,11 @@ class GroupCall:
                 total_response_tokens=event.total_response_tokens,
                 carried_response_tokens=event.carried_response_tokens,
                 new_tokens=[
-                    pb.NewTokens(index=self._index(name), token_ids=token_ids)
+                    pb.NewTokens(
+                        index=self._index(name),
+                        token_ids=token_ids,
+                        logprobs=event.new_logprobs.get(name, ()),
+                    )
                     for name, token_ids in event.new_token_ids.items()
                 ],
             )

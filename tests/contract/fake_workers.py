@@ -68,7 +68,8 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.forget_next = 0  # calls that meet an engine which has lost its weights
         self.replays = True
         self.resizes = True
-        self.takes_drafts = True
+        self.takes_drafts = True  # else it ignores them and tells logprobs, as SGLang does
+        self.resumed_tokens = 0
         self.preempts = 0  # of the last group at tensor-parallel size 1
         self.preemption_count = 0
         self.applied = asyncio.Event()  # a spec was
@@ -103,7 +104,6 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
             engine_kind="fake",
             replays_by_seed=self.replays,
             changes_tensor_parallel_size=self.resizes,
-            takes_drafts=self.takes_drafts,
         )
 
     async def GenerateGroup(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -121,7 +121,9 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
             i: fake_tokens(request.draw.seeds[i], request.weight_version) for i in request.indices
         }
         carried = {p.index: len(p.token_ids) for p in request.resume_from}
-        accepted = {d.index: _common_prefix(d.token_ids, whole[d.index]) for d in request.drafts}
+        self.resumed_tokens += sum(carried.values())
+        drafts = request.drafts if self.takes_drafts else ()
+        accepted = {d.index: _common_prefix(d.token_ids, whole[d.index]) for d in drafts}
         held = dict.fromkeys(whole, 0) | carried | accepted
         taken_over, told = dict(held), dict.fromkeys(whole, 0)
         open_ones = set(whole)
@@ -169,7 +171,10 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         new_tokens = []
         for index in open_ones:
             tokens = whole[index][told[index] : held[index]]
-            new_tokens.append(rollout_service_pb2.NewTokens(index=index, token_ids=tokens))
+            logprobs = () if self.takes_drafts else (-1.0,) * len(tokens)
+            new_tokens.append(
+                rollout_service_pb2.NewTokens(index=index, token_ids=tokens, logprobs=logprobs)
+            )
             told[index] = held[index]
         progress = rollout_service_pb2.GroupProgress(
             longest_response_tokens=max(held.values()),

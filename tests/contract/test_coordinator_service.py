@@ -277,14 +277,28 @@ async def test_idle_replicas_that_take_groups_over_change_no_draw_seed_step_or_r
     assert all(step.metrics["rollout/moved_groups"] == 0 for step in expected[2])
 
 
-@pytest.mark.parametrize("takes_drafts", [True, False])
-async def test_auto_moves_groups_only_where_they_keep_their_tokens(
-    cluster: Cluster, takes_drafts: bool
+@pytest.mark.parametrize("rebalance", [None, False])
+async def test_auto_moves_groups_unless_the_settings_say_otherwise(
+    cluster: Cluster, rebalance: bool | None
 ) -> None:
     cluster.rollouts[0].token_seconds = 0.01  # the other one is through long before
-    cluster.rollouts[1].takes_drafts = takes_drafts
-    _, _, steps, _ = await trained_with(cluster, "auto", mode="auto")
-    assert (sum(step.metrics["rollout/moved_groups"] for step in steps) > 0) == takes_drafts
+    _, _, steps, _ = await trained_with(cluster, "auto", mode="auto", rebalance=rebalance)
+    assert (sum(step.metrics["rollout/moved_groups"] for step in steps) > 0) == (rebalance is None)
+
+
+async def test_what_a_broken_stream_told_with_logprobs_is_not_sampled_again(
+    cluster: Cluster,
+) -> None:
+    """By engines that ignore drafts."""
+    for rollout in cluster.rollouts:
+        rollout.takes_drafts = False
+    expected = await trained_with(cluster, "expected")
+    assert sum(rollout.resumed_tokens for rollout in cluster.rollouts) == 0
+    for rollout in cluster.rollouts:
+        rollout.fail_next = 5
+    broken = await trained_with(cluster, "broken")
+    assert broken[:2] == expected[:2]
+    assert sum(rollout.resumed_tokens for rollout in cluster.rollouts) > 0
 
 
 async def test_a_replica_with_room_for_everything_leaves_the_others_their_share(

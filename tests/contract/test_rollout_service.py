@@ -263,11 +263,7 @@ async def test_a_service_that_ends_hands_back_prefixes_that_go_on_elsewhere(serv
 async def test_the_engine_reports_its_spec_and_kind(service):
     before = await service.engine_now()
     assert before.spec.weight_version == -1
-    assert (before.engine_kind, before.replays_by_seed, before.takes_drafts) == (
-        "torch",
-        True,
-        True,
-    )
+    assert (before.engine_kind, before.replays_by_seed) == ("torch", True)
     applied = await service.apply(1)
     now = await service.engine_now()
     assert now.spec == applied.spec

@@ -31,11 +31,13 @@ class RunFailed(Exception):
     """The run came to no good end; the message is the coordinator's."""
 
 
-async def trained(directory: Path, values: dict[str, Any], engine: dict[str, object]) -> list[Any]:
+async def trained(
+    directory: Path, values: dict[str, Any], engine: dict[str, object], *, rollouts: int = 1
+) -> list[Any]:
     """What each step of a run trained: (draw, index, tokens, reward). Raises RunFailed."""
     settings = Struct()
     settings.update(values)
-    async with LocalStack(directory, rollout_settings=engine) as stack:
+    async with LocalStack(directory, rollouts=rollouts, rollout_settings=engine) as stack:
         async with open_channel(stack.coordinator_address) as channel:
             stub: Any = pb_grpc.CoordinatorServiceStub(channel)
 
@@ -73,6 +75,31 @@ async def test_a_run_trains_the_same_responses_on_sglang_and_on_the_embedded_eng
     )
     assert sum(map(len, ours)) == PROMPTS * 2
     assert theirs == ours
+
+
+async def test_groups_that_move_between_servers_keep_their_tokens(tmp_path):
+    """An idle server takes groups over; the progress of their streams told what they had."""
+    write_model(tmp_path / "model")
+    tail = {"prompts_per_step": 4, "responses_per_prompt": 4, "rebalance": True}
+    sampling = {"max_response_tokens": 200, "stop_token_ids": [999]}
+    values = run_settings(tmp_path, PROMPTS, tail_batching=tail, sampling=sampling)
+    size = {"slots": 64, "kv_budget_tokens": 8192}
+    ours = await trained(tmp_path / "torch", values, size)
+    directory = tmp_path / "sglang"
+    engine = {**size, "engine": "sglang", "sglang_python": PYTHON}
+    assert await trained(directory, values, engine, rollouts=2) == ours
+    lines = (directory / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    moved = sum(line["rollout/moved_groups"] for line in metrics)
+    carried = sum(
+        each.response.carried_token_count
+        for step in range(STEPS)
+        for group in read_step_samples(directory / "runs" / "job", step) or []
+        for each in group.responses
+    )
+    print(f"{moved} groups moved; {carried} trained tokens were carried")
+    assert moved > 0
+    assert carried > 0
 
 
 async def test_a_mixture_of_experts_is_trained(tmp_path):

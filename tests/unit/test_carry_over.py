@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.types import ASSISTANT, Draft, DrawId, FinishReason, Response, Segment
+from rollpacker.types import ASSISTANT, Draft, Draw, DrawId, FinishReason, Response, Segment
 from services.coordinator.carry_over import CarryOver, CheckedDraft
 from services.coordinator.step_metrics import carry_over_metrics
 
@@ -12,7 +12,7 @@ OLD = Draft(1, (1, 2, 3, 4), 7)
 
 
 def carry_over(max_tokens: int = 100, drafts: tuple[Draft, ...] = (OLD,)) -> CarryOver:
-    return CarryOver(NOW, {DRAW: drafts}, max_tokens)
+    return CarryOver(NOW, {DRAW: drafts}, max_tokens, "run", {DRAW: Draw(0, "p", (4, 5))})
 
 
 def response(tokens: tuple[int, ...], *, finished: bool, accepted: int = 0) -> Response:
@@ -50,6 +50,23 @@ def test_a_broken_stream_leaves_a_draft_of_the_same_weights() -> None:
     assert parts.drafts == (Draft(0, (6,), NOW), Draft(1, (1, 2, 8), NOW))
     carried.finished(DRAW, response((1, 2, 8, 9), finished=True, accepted=3))
     assert carried.checked == []  # not a draft of other weights
+
+
+def test_a_broken_stream_that_told_logprobs_leaves_a_prefix() -> None:
+    carried = carry_over()
+    carried.launch(DRAW, (0, 1))
+    carried.progressed(DRAW, 1, (1, 2), (-0.5, -1.0))
+    carried.progressed(DRAW, 1, (8,), (-0.25,))
+    carried.progressed(DRAW, 0, (6, 7), (-0.5,))  # not of all: they cannot stand unchecked
+    parts = carried.launch(DRAW, (0, 1))
+    assert parts.drafts == (Draft(0, (6, 7), NOW),)
+    (prefix,) = parts.resume_from
+    assert (prefix.token_ids, prefix.logprobs) == ((1, 2, 8), (-0.5, -1.0, -0.25))
+    assert (prefix.index, prefix.seed, prefix.weight_version) == (1, 5, NOW)
+    assert (prefix.response_id, prefix.finish_reason.name) == ("run:0:p:0001", "INTERRUPTED")
+    prefix.check()
+    assert carried.launch(DRAW, (1,)).resume_from == (prefix,), "it broke before it told more"
+    assert carried.left(DRAW, (1,)) == (Draft(1, (1, 2, 8), NOW),)
 
 
 def test_a_prefix_that_was_handed_back_stands_unless_a_draft_of_these_weights_is_longer() -> None:

@@ -249,6 +249,8 @@ async def test_chunks_that_repeat_tokens_add_only_the_new_ones():
     events, _ = await events_of(client, [request(max_response_tokens=4)])
     assert events[-1].token_ids == (5, 6, 7, 8)
     assert [e.new_token_ids for e in events[:-1]] == [{"r1": (5,)}, {"r1": (6, 7)}]
+    assert [len(e.new_logprobs["r1"]) for e in events[:-1]] == [1, 2]
+    assert sum((e.new_logprobs["r1"] for e in events[:-1]), ()) == events[-1].logprobs[:3]
 
 
 @pytest.mark.parametrize(

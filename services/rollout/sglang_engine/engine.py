@@ -64,7 +64,6 @@ class SglangEngine:
     """SGLang on this host or at a URL; create it inside the event loop that uses it."""
 
     kind = "sglang"
-    takes_drafts = False
 
     def __init__(self, options: SglangOptions, limits: RestartLimits | None = None) -> None:
         """`limits`: how often within what time a lost server is brought up again."""

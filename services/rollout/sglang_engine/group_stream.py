@@ -187,13 +187,14 @@ class GroupStream:
         if self._longest_told and longest < self._longest_told + self._interval:
             return
         self._longest_told = longest
-        new = {}
+        new, logprobs = {}, {}
         for name, response in self.open.items():
             if len(response.token_ids) > response.reported:
                 new[name] = tuple(response.token_ids[response.reported :])
+                logprobs[name] = tuple(response.logprobs[response.reported :])
                 response.reported = len(response.token_ids)
         carried = sum(len(response.request.carried_token_ids) for response in self._all)
-        self.events.put_nowait(GenerationProgress(longest, self._total(), carried, new))
+        self.events.put_nowait(GenerationProgress(longest, self._total(), carried, new, logprobs))
 
     def _end(self, response: OpenResponse, reason: FinishReason) -> None:
         request, now = response.request, time.time()

@@ -51,7 +51,6 @@ class TorchEngine:
 
     kind = "torch"
     replays_by_seed = True
-    takes_drafts = True
     changes_tensor_parallel_size = False
 
     def __init__(
