@@ -34,11 +34,12 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def peft_config(self) -> dict[str, Any]:
-        """adapter_config.json."""
+    def peft_config(self, tensors: Iterable[str]) -> dict[str, Any]:
+        """adapter_config.json of an adapter with tensors of these names."""
+        layers = {name.partition(".lora_")[0] for name in tensors}
         return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.rank} | {
             "lora_alpha": self.alpha,
-            "target_modules": "all-linear",
+            "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
             "bias": "none",
             "base_model_name_or_path": None,
         }
@@ -47,30 +48,30 @@ class Lora:
 def add_adapter(module: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Freeze a transformers model and put the trained matrices beside its linear layers.
 
-    They begin the same on every rank and in every process, in `dtype`.
+    They begin the same on every rank and in every process, in `dtype`. Raises ModelNotFoundError
+    where there are none, or where peft would change experts as well.
     """
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
 
-    targets = _linear_layers(module)
+    layers = _linear_layers(module)
+    if not layers:
+        raise _no_adapter(lora, "no linear layer")
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, task_type="CAUSAL_LM"
     )
     module.requires_grad_(False)
     with in_dtype(module, dtype), torch.random.fork_rng():  # peft takes over that of the layer
         torch.manual_seed(0)
-        if targets:
-            inject_adapter_in_model(config, module)
-    trained = {
-        name.partition(".lora_")[0] for name, p in module.named_parameters() if p.requires_grad
-    }
-    if not targets or trained != set(targets):
-        raise ModelNotFoundError(
-            f"trainer.lora_rank: {lora.rank}: an adapter does not fit this architecture, of which"
-            f" {sorted(trained ^ set(targets))[:2] or 'no layer'} would be another matter; use 0"
-        )
+        inject_adapter_in_model(config, module)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if others := {name.partition(".lora_")[0] for name in trained} ^ set(layers):
+        raise _no_adapter(lora, f"other layers than the linear ones: {min(others)}")
+
+
+def _no_adapter(lora: Lora, why: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"trainer.lora_rank: {lora.rank}: the model has {why}; set it to 0, or take another model"
+    )
 
 
 def _linear_layers(module: nn.Module) -> list[str]:

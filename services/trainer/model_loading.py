@@ -34,12 +34,8 @@ from transformers.utils import logging as transformers_logging
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
-
-# What transformers, safetensors and the parts of files that are not as they should be raise.
-_UNREADABLE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError),
-    SafetensorError,
-)
+# What files raise that are not as they should be, here and in transformers.
+_UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
 
 
 class ModelNotFoundError(Exception):
@@ -59,7 +55,7 @@ class MappedModel:
         self._master = master
         try:
             self.module = _loaded(directory, _stored_dtype(directory) or master, master)
-        except _UNREADABLE as error:
+        except (*_UNREADABLE, SafetensorError) as error:
             raise ModelNotFoundError(f"{directory} cannot be loaded: {error}") from error
 
     def to_master(self, device: torch.device | None) -> None:

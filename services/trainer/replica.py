@@ -258,8 +258,8 @@ class Replica:
             whole = model.as_in_files(self._kept(model.whole_tensors()))
             return WholeWeights(whole, config)
         base = model.as_in_files(self._kept(model.base_tensors())) if with_base else {}
-        adapter = Adapter(self._kept(model.adapter_tensors()), model.lora.peft_config())
-        return WholeWeights(base, config, adapter)
+        tensors = self._kept(model.adapter_tensors())
+        return WholeWeights(base, config, Adapter(tensors, model.lora.peft_config(tensors)))
 
     def _kept(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """All ranks iterate, the leader keeps."""

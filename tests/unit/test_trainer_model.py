@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    PreTrainedConfig,
+)
 
 from services.trainer.lora import Lora
 from services.trainer.model import PolicyModel
 from services.trainer.model_loading import ModelNotFoundError
-from tests.tiny_models import EXPERTS
+from tests.tiny_models import EXPERTS, tiny_config
 from tests.trainer_support import VOCABULARY, make_model
 
 CPU = torch.device("cpu")
@@ -202,4 +209,51 @@ def test_a_model_whose_files_do_not_fit_its_config_is_refused(tmp_path: Path, ch
         tensors[name] = torch.zeros(48, 32)
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ModelNotFoundError, match=f"{change} tensors {name}"):
+        PolicyModel(directory, "float32", CPU, None)
+
+
+def dense_and_sparse() -> PreTrainedConfig:
+    return tiny_config("qwen3_moe", vocab_size=VOCABULARY, mlp_only_layers=[0])
+
+
+def without_linear_layers() -> PreTrainedConfig:
+    return GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+
+
+@pytest.mark.parametrize("config", [dense_and_sparse, without_linear_layers])
+def test_an_adapter_that_would_be_on_other_layers_is_refused(
+    tmp_path: Path, config: Callable[[], PreTrainedConfig]
+) -> None:
+    """peft puts one beside the experts where a dense layer has matrices of the same names."""
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    PolicyModel(tmp_path, "float32", CPU, None)
+    with pytest.raises(ModelNotFoundError, match=r"trainer\.lora_rank: 2: the model has"):
+        PolicyModel(tmp_path, "float32", CPU, None, lora=Lora(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "[]"),
+        ("model.safetensors.index.json", "[]"),
+        ("model.safetensors.index.json", '{"weight_map": null}'),
+        ("model.safetensors.index.json", "{}"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be_are_refused(
+    tmp_path: Path, file: str, text: str
+) -> None:
+    directory = make_model(tmp_path / "model")
+    if "index" in file:
+        (directory / "model.safetensors").unlink()
+    (directory / file).write_text(text)
+    with pytest.raises(ModelNotFoundError, match=str(directory)):
+        PolicyModel(directory, "float32", CPU, None)
+
+
+def test_a_model_of_another_size_than_its_config_is_refused(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    with pytest.raises(ModelNotFoundError, match=str(directory)):
         PolicyModel(directory, "float32", CPU, None)
