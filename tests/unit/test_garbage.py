@@ -35,3 +35,13 @@ def test_a_round_that_fails_ends_the_wait() -> None:
     with pytest.raises(RuntimeError), full_collections_wait():
         raise RuntimeError
     assert gc.get_threshold() == thresholds
+
+
+def test_waits_that_overlap_end_too() -> None:
+    thresholds = gc.get_threshold()
+    first, second = full_collections_wait(), full_collections_wait()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == thresholds
