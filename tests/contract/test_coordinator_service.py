@@ -495,6 +495,22 @@ async def test_a_run_that_is_older_than_a_setting_is_not_another_run(
         await c.until_ended()
 
 
+@pytest.mark.parametrize("mode", ["exact", "auto"])
+async def test_a_setting_that_the_mode_fills_in_may_be_left_out_or_said(
+    cluster: Cluster, mode: str
+) -> None:
+    values = run_settings(cluster.directory)
+    values["tail_batching"]["mode"] = mode
+    said = {**values, "tail_batching": {**values["tail_batching"], "rebalance": mode == "auto"}}
+    other = {**values, "tail_batching": {**values["tail_batching"], "rebalance": mode != "auto"}}
+    async with coordinator(cluster) as c:
+        await c.start(said)
+        assert (await c.start(values)).run_id == "r"
+        with pytest.raises(AlreadyExistsError, match=r"rebalance"):
+            await c.start(other)
+        await c.until_ended()
+
+
 async def test_starting_again_returns_the_run_and_other_settings_are_refused(
     cluster: Cluster,
 ) -> None:

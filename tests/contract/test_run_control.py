@@ -22,6 +22,7 @@ from rollpacker.rpc.errors import (
 )
 from rollpacker.store import keys
 from rollpacker.store.run_store import RunStore
+from rollpacker.tasks import end_tasks
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
 from tests.contract import fake_workers as fakes
@@ -134,6 +135,36 @@ async def test_a_run_that_is_started_until_a_step_pauses_there_though_its_coordi
         assert (await until(c, PAUSED)).step == 4
         await ask(c, "ResumeRun")
         assert (await c.until_ended()).step == 6
+
+
+@pytest.mark.parametrize("queue", [False, True])
+async def test_until_step_stands_from_the_first_write_of_a_run_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, queue: bool
+) -> None:
+    """The coordinator dies between that and the run's first status."""
+    values = run_settings(cluster.directory, prompts=24)
+    set_status, stuck = RunStore.set_status, asyncio.Event()
+
+    async def hang(self: RunStore, fence: int, status: str, **fields: Any) -> bool:
+        if self.run_id == "x":
+            stuck.set()
+            await asyncio.Event().wait()
+        return await set_status(self, fence, status, **fields)
+
+    async with coordinator(cluster) as c:
+        if queue:
+            await paused_at(cluster, c, values, 1)
+        monkeypatch.setattr(RunStore, "set_status", hang)
+        asked = asyncio.create_task(c.start(values, run_id="x", queue=queue, until_step=2))
+        await stuck.wait()
+        await end_tasks(asked)
+    monkeypatch.setattr(RunStore, "set_status", set_status)
+    async with coordinator(cluster) as c:
+        if queue:
+            await until(c, PAUSED)
+            await c.stop(pb.STOP_MODE_IMMEDIATELY)
+            start_over(cluster)
+        assert (await until(c, PAUSED, "x")).step == 2
 
 
 async def test_a_run_goes_step_by_step_and_trains_what_it_would_without(cluster: Cluster) -> None:
