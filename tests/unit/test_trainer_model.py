@@ -220,6 +220,7 @@ def without_linear_layers() -> PreTrainedConfig:
     return GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=64)
 
 
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("config", [dense_and_sparse, without_linear_layers])
 def test_an_adapter_that_would_be_on_other_layers_is_refused(
     tmp_path: Path, config: Callable[[], PreTrainedConfig]
