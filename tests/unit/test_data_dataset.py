@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollpacker.data import DataCursor, PromptDataset
-from rollpacker.types import GraderKind, Prompt
+from rollpacker.types import DrawId, GraderKind, Prompt
 
 
 def make_dataset(size: int, *, seed: int = 0, epochs: int = 1, shuffle: bool = True):
@@ -85,6 +85,36 @@ def test_an_order_stays_the_same_over_versions():
 def test_without_shuffle_every_epoch_has_the_order_of_the_file():
     taken, _ = make_dataset(3, epochs=2, shuffle=False).take(DataCursor(), 6)
     assert ids(taken) == [(e, f"p{n}") for e in (0, 1) for n in range(3)]
+
+
+class OrderedEpochs(PromptDataset):
+    """Notes each epoch that it puts into order, which is what a walk over the data costs."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.ordered = []
+
+    def _order_of_epoch(self, epoch):
+        self.ordered.append(epoch)
+        return super()._order_of_epoch(epoch)
+
+
+def test_what_is_ahead_is_looked_for_only_in_the_epochs_of_its_draws():
+    dataset = OrderedEpochs(make_dataset(4), seed=0, epochs=100_000)
+    cursor = DataCursor(7, 1)
+    ahead = {DrawId(7, name) for name in ("p0", "p1", "p2", "p3")} | {DrawId(90_000, "p1")}
+    first, _ = dataset.take(DataCursor(7, 0), 1)
+    dataset.ordered.clear()
+    found = dataset.ahead(cursor, ahead | {DrawId(6, "p0"), DrawId(100_000, "p0")})
+    assert found == ahead - {DrawId(*draw) for draw in ids(first)}
+    assert set(dataset.ordered) <= {7, 90_000}
+
+
+@pytest.mark.parametrize("weights", [None, {"": 1.0}])
+def test_nothing_is_looked_for_where_no_draw_is_asked_about(weights):
+    dataset = OrderedEpochs(make_dataset(4), seed=0, epochs=100_000, weights=weights)
+    assert dataset.ahead(DataCursor(7, 1), set()) == set()
+    assert dataset.ordered == []
 
 
 def test_a_prompt_is_found_by_its_id():
