@@ -79,12 +79,7 @@ class WorkerRegistry:
 
     def alive(self, kind: pb.WorkerKind.ValueType | None = None) -> list[Worker]:
         """Workers with a lease, by kind and id."""
-        found = [
-            worker
-            for worker in self._workers.values()
-            if self._is_alive(worker) and kind in (None, worker.kind)
-        ]
-        return sorted(found, key=lambda worker: (worker.kind, worker.worker_id))
+        return sorted(self._found(kind), key=lambda worker: (worker.kind, worker.worker_id))
 
     def shortest_context(self) -> tuple[int, str]:
         """Tokens of the longest sequence that every rollout replica takes, by what is known of them
@@ -113,7 +108,7 @@ class WorkerRegistry:
         Raises UnavailableError after the configured wait.
         """
         start = last_log = self._clock()
-        while not (found := self.alive(kind)):
+        while not (found := self._found(kind)):
             waited = self._clock() - start
             name = pb.WorkerKind.Name(kind).removeprefix("WORKER_KIND_").lower()
             if waited > self.wait_seconds:
@@ -131,6 +126,14 @@ class WorkerRegistry:
         """Close every channel."""
         for channel in [*self._retired, *(worker.channel for worker in self._workers.values())]:
             await channel.close()
+
+    def _found(self, kind: pb.WorkerKind.ValueType | None) -> list[Worker]:
+        """Workers with a lease, in no order."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if self._is_alive(worker) and kind in (None, worker.kind)
+        ]
 
     def _is_alive(self, worker: Worker) -> bool:
         return worker.lease_end > self._clock()
