@@ -2,7 +2,8 @@
 
 It is a real gRPC server of its own process, so that it can be killed. It knows two runs from the
 start: `finished` (250 steps, two of them sampled) and `failed`. A run that is started commits
-three steps when it is watched, and then succeeds. Started as `fake_coordinator.py ADDRESS`; with
+three steps when it is watched, and then succeeds; one that is to pause at a step waits there, and
+its watchers with it. Started as `fake_coordinator.py ADDRESS`; with
 `--die-once FILE` it exits in the middle of the first watched run, and leaves FILE behind.
 """
 
@@ -191,7 +192,12 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
         if run.state in (pb.Run.STATE_FAILED, pb.Run.STATE_STOPPED):
             yield pb.WatchRunResponse(revision="1", run_changed=run)
             return
+        if 0 < run.pause_at_step < 3:
+            run.state, run.step = pb.Run.STATE_PAUSED, run.pause_at_step
+            yield pb.WatchRunResponse(revision="0", run_changed=run)  # as it is now
         for number in range(int(request.after_revision or 0), 3):
+            if run.pause_at_step == number > 0:
+                await asyncio.Event().wait()
             yield pb.WatchRunResponse(
                 round_progress=pb.RoundProgress(
                     step=number,

@@ -84,6 +84,13 @@ class RunView:
     def ended(self) -> bool:
         return self.run is not None and self.run.state in ENDED
 
+    @property
+    def paused(self) -> bool:
+        """Whether the run is paused, and the last step before has been told."""
+        if self.run is None or self.run.state != pb.Run.STATE_PAUSED:
+            return False
+        return self.run.step <= max(self.steps, default=-1) + 1
+
     def newest_steps(self, count: int) -> list[pb.Step]:
         """The newest steps, oldest of them first."""
         return [self.steps[number] for number in sorted(self.steps)[-count:]]

@@ -31,7 +31,9 @@ def submit(
     config: Config,
     overrides: Overrides = None,
     run_id: Annotated[str, typer.Option(help="Default: from the run file's name.")] = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow it to its end, or to --until-step.")
+    ] = False,
     queue: Annotated[
         bool, typer.Option("--queue", help="Wait for the end of the run that is active.")
     ] = False,
@@ -56,7 +58,7 @@ def submit(
         line = run_view.run_line(started)
         print(line, flush=True)
         if watch:
-            await follow_to_end(server, name, told=line)
+            await follow_to_end(server, name, told=line, to_pause=until_step > 0)
 
     ask(coordinator, work)
 
@@ -111,12 +113,19 @@ def evaluate(
     ask(coordinator, work)
 
 
-async def follow_to_end(server: Coordinator, run_id: str, told: str = "") -> None:
-    """Show a run until it has ended; `told` is the line of it that was printed before.
+async def follow_to_end(
+    server: Coordinator, run_id: str, told: str = "", *, to_pause: bool = False
+) -> None:
+    """Show a run until it has ended, or `to_pause` until it is paused.
 
-    Raises CommandError if it failed.
+    `told` is the line of it that was printed before. Raises CommandError if it failed.
     """
-    await live.follow(server, run_id, told)
+    view = await live.follow(server, run_id, told, to_pause=to_pause)
+    if to_pause and view.run is not None and view.paused:
+        print(
+            f"run {run_id} is paused at step {view.run.step}; `rollpacker resume {run_id}` goes on"
+        )
+        return
     ended = await server.get_run(run_id)
     if ended.state == pb.Run.STATE_FAILED:
         raise CommandError(f"run {run_id} failed: {ended.failure}", WORK_FAILED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -20,25 +22,37 @@ _STEPS_SHOWN = 12
 _REFRESH_PER_SECOND = 4
 
 
-async def follow(coordinator: Coordinator, run_id: str, told: str = "") -> RunView:
-    """Show a run until it has ended; returns what was seen. `told`: the run's line so far.
+async def follow(
+    coordinator: Coordinator, run_id: str, told: str = "", *, to_pause: bool = False
+) -> RunView:
+    """Show a run until it has ended, or `to_pause` until it is paused; returns what was seen.
 
-    Raises UnavailableError when no coordinator answered for as long as it has patience.
+    `told`: the run's line so far. Raises UnavailableError when no coordinator answered for as long
+    as it has patience.
     """
     view = RunView()
-    events = coordinator.watch_run(run_id)
-    if sys.stdout.isatty():
-        with Live(console=console(), refresh_per_second=_REFRESH_PER_SECOND) as live:
+    async with aclosing(coordinator.watch_run(run_id)) as watched:
+        events = _applied(watched, view, to_pause=to_pause)
+        if sys.stdout.isatty():
+            with Live(console=console(), refresh_per_second=_REFRESH_PER_SECOND) as live:
+                async for _ in events:
+                    live.update(_picture(view))
+        else:
+            log = EventLines(told)
             async for event in events:
-                view.apply(event)
-                live.update(_picture(view))
-    else:
-        log = EventLines(told)
-        async for event in events:
-            view.apply(event)
-            for line in log.of(event):
-                print(line, flush=True)
+                for line in log.of(event):
+                    print(line, flush=True)
     return view
+
+
+async def _applied(
+    events: AsyncIterator[pb.WatchRunResponse], view: RunView, *, to_pause: bool
+) -> AsyncIterator[pb.WatchRunResponse]:
+    async for event in events:
+        view.apply(event)
+        yield event
+        if to_pause and view.paused:
+            return
 
 
 def _picture(view: RunView) -> RenderableType:

@@ -144,6 +144,17 @@ def test_submit_starts_a_run_and_watch_follows_it_to_its_end(
     assert invoke(coordinator, *arguments)[1].startswith("watched succeeded")
 
 
+def test_a_submit_that_watches_ends_where_until_step_pauses_the_run(
+    coordinator: str, config: Path
+) -> None:
+    arguments = ("submit", config, "--run-id", "halted", "--until-step", 2, "--watch")
+    for _ in range(2):  # the second time the run is paused there already
+        status, out, err = invoke(coordinator, *arguments)
+        assert (status, err) == (0, "")
+        assert [f"step {number} round" in out for number in range(3)] == [True, True, False]
+        assert out.endswith("run halted is paused at step 2; `rollpacker resume halted` goes on")
+
+
 def test_a_run_id_that_is_taken_by_other_settings_is_status_4(
     coordinator: str, config: Path
 ) -> None:
