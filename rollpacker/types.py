@@ -256,6 +256,7 @@ class EngineStats:
     slot_count: int = 0
     generated_token_count: int = 0
     context_tokens: int = 0  # of the model that it holds; 0: it holds none
+    max_context_tokens: int = 0  # that its settings allow; 0: as many as the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,6 +284,7 @@ def engine_stats_to_proto(stats: types.EngineStats) -> rollout_service_pb2.Engin
         slot_count=stats.slot_count,
         generated_token_count=stats.generated_token_count,
         context_tokens=stats.context_tokens,
+        max_context_tokens=stats.max_context_tokens,
     )
 
 
@@ -298,6 +299,7 @@ def engine_stats_from_proto(stats: rollout_service_pb2.EngineStats) -> types.Eng
         slot_count=stats.slot_count,
         generated_token_count=stats.generated_token_count,
         context_tokens=stats.context_tokens,
+        max_context_tokens=stats.max_context_tokens,
     )
 
 

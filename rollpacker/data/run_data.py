@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollpacker.data.dataset import PromptDataset
 from rollpacker.data.rows import LoadedPrompts, PromptRules, load_prompts
-from rollpacker.data.tokenizer import TextTokenizer
+from rollpacker.data.tokenizer import TextTokenizer, read_object
 from rollpacker.settings import RunSettings
 from rollpacker.types import GraderKind, Prompt
 
@@ -21,6 +21,12 @@ class RunData:
     dataset: PromptDataset
     validation: Mapping[str, tuple[Prompt, ...]]  # by held-out set, at most `validation.prompts`
     overlong: int = 0  # prompts that were left out
+    context_tokens: int = 0  # of the longest sequence that the model was made for; 0: not said
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, held-out ones included."""
+        sets = (self.dataset, *self.validation.values())
+        return max((len(prompt.token_ids) for prompts in sets for prompt in prompts), default=0)
 
 
 def load_run_data(settings: RunSettings) -> RunData:
@@ -57,7 +63,13 @@ def assemble(
         dataset,
         {name: loaded.prompts[:most] for name, loaded in held_out.items()},
         sum(loaded.overlong for loaded in (*training, *held_out.values())),
+        _context_tokens(Path(settings.model)),
     )
+
+
+def _context_tokens(model: Path) -> int:
+    tokens = read_object(model / "config.json").get("max_position_embeddings")
+    return tokens if isinstance(tokens, int) else 0
 
 
 def load_tokenizer(settings: RunSettings) -> TextTokenizer:

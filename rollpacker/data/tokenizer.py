@@ -109,7 +109,7 @@ class TextTokenizer:
         return self._chat_template.render(messages, variables or {})
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object, empty when there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _read_special_tokens(directory: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        values = _read_object(directory / name)
+        values = read_object(directory / name)
         for key in _SPECIAL_TOKENS:
             value = values.get(key)
             if isinstance(value, dict):  # an AddedToken
@@ -137,7 +137,7 @@ def _read_special_tokens(directory: Path) -> dict[str, str]:
 
 def _read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        value = _read_object(directory / name).get("eos_token_id")
+        value = read_object(directory / name).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -158,7 +158,7 @@ def _read_chat_template(directory: Path, special_tokens: dict[str, str]) -> Chat
         source = path.read_text(encoding="utf-8")
     else:
         path = directory / "tokenizer_config.json"
-        source = _read_object(path).get("chat_template")
+        source = read_object(path).get("chat_template")
         if isinstance(source, list):  # several named ones
             named = {item.get("name"): item.get("template") for item in source}
             source = named.get("default")

@@ -168,7 +168,9 @@ class CoordinatorServiceServicer:
         Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
         or waits, until_step changes nothing.
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
-        INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
+        INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong; of a new run also a
+        max_response_tokens that, after its longest prompt, exceeds the model's context, or what a
+        rollout replica takes that is registered.
         FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
         run waits for its turn instead: runs of the queue start one after the other, first come, first
         served, each when the one before has ended. A paused run has not ended.
@@ -236,8 +238,7 @@ class CoordinatorServiceServicer:
         A run that is not active takes the change up when it goes on.
         Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
         INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
-        run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
-        budget of a rollout replica.
+        run also a max_response_tokens as StartRun refuses it.
         FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

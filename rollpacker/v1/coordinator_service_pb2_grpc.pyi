@@ -40,7 +40,9 @@ class CoordinatorServiceStub:
     Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
     or waits, until_step changes nothing.
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
-    INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
+    INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong; of a new run also a
+    max_response_tokens that, after its longest prompt, exceeds the model's context, or what a
+    rollout replica takes that is registered.
     FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
     run waits for its turn instead: runs of the queue start one after the other, first come, first
     served, each when the one before has ended. A paused run has not ended.
@@ -82,8 +84,7 @@ class CoordinatorServiceStub:
     A run that is not active takes the change up when it goes on.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
     INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
-    run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
-    budget of a rollout replica.
+    run also a max_response_tokens as StartRun refuses it.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
     """
     ForceLongRound: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ForceLongRoundRequest, _coordinator_service_pb2.ForceLongRoundResponse]
@@ -210,7 +211,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
     or waits, until_step changes nothing.
     ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
-    INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
+    INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong; of a new run also a
+    max_response_tokens that, after its longest prompt, exceeds the model's context, or what a
+    rollout replica takes that is registered.
     FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
     run waits for its turn instead: runs of the queue start one after the other, first come, first
     served, each when the one before has ended. A paused run has not ended.
@@ -252,8 +255,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     A run that is not active takes the change up when it goes on.
     Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
     INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
-    run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
-    budget of a rollout replica.
+    run also a max_response_tokens as StartRun refuses it.
     FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
     """
     ForceLongRound: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ForceLongRoundRequest, _coordinator_service_pb2.ForceLongRoundResponse]  # type: ignore[assignment]
@@ -383,7 +385,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: the same run_id with the same settings returns the run as it is; of a run that is active
         or waits, until_step changes nothing.
         ALREADY_EXISTS (SETTINGS_DIFFER): the run_id is taken by other settings.
-        INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong.
+        INVALID_ARGUMENT: BadRequest names each field of the settings that is wrong; of a new run also a
+        max_response_tokens that, after its longest prompt, exceeds the model's context, or what a
+        rollout replica takes that is registered.
         FAILED_PRECONDITION (RUN_ACTIVE): another run is active; the message names it. With `queue` the
         run waits for its turn instead: runs of the queue start one after the other, first come, first
         served, each when the one before has ended. A paused run has not ended.
@@ -461,8 +465,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         A run that is not active takes the change up when it goes on.
         Repeat: no further effect. NOT_FOUND (RUN_NOT_FOUND).
         INVALID_ARGUMENT: BadRequest names each setting that is wrong or may not be changed; of an active
-        run also a max_response_tokens that, after its longest prompt, exceeds the context or the KV
-        budget of a rollout replica.
+        run also a max_response_tokens as StartRun refuses it.
         FAILED_PRECONDITION (RUN_ENDED): the run has succeeded.
         """
 

@@ -95,9 +95,9 @@ class RunDriver:
         return await self._trainer.save_checkpoint()
 
     def lengths(self) -> tuple[int, int, str]:
-        """Tokens of the longest prompt; of the longest sequence that every rollout replica takes, 0
-        while none is known; and the replica that takes no longer one."""
-        return (self.prompts.longest(), *self._context.workers.shortest_context())
+        """Tokens of the longest prompt; and of the longest sequence, as `shortest_context` does."""
+        limit = self._context.workers.shortest_context(self._context.data.context_tokens)
+        return (self.prompts.longest(), *limit)
 
     async def _go_on(self) -> str:
         """Step after step; a paused run asks nobody until it is resumed."""

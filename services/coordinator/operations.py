@@ -39,7 +39,7 @@ from services.coordinator.changes import (
 )
 from services.coordinator.control import RunControl
 from services.coordinator.driven_run import ActiveRun
-from services.coordinator.run_values import invalid_settings
+from services.coordinator.run_values import check_cap, invalid_settings
 from services.coordinator.runs import OPEN, Runs
 from services.coordinator.validation import Measurement
 
@@ -221,18 +221,12 @@ class RunOperations:
         return state
 
     def _check_lengths(self, run_id: str, change: UpdateSettings) -> None:
-        """Raises SettingsError for a cap with which a replica would refuse the longest prompt."""
+        """Raises SettingsError: see `check_cap`."""
         cap = change.settings.get("sampling", {}).get("max_response_tokens")
         active = self._runs.active(run_id)
         if cap is None or active is None or active.driver is None:
             return
-        longest, limit, name = active.driver.lengths()
-        if limit and longest + cap > limit:
-            problem = (
-                f"{cap} and the longest prompt of {longest} tokens make {longest + cap}; {name}"
-                f" takes {limit}: give {max(limit - longest, 0)} at most, or raise its limit"
-            )
-            raise SettingsError([("sampling.max_response_tokens", problem)])
+        check_cap(cap, *active.driver.lengths())
 
     async def _pending(self, state: RunState) -> list[Change]:
         store = self._runs.store(state.run_id)

@@ -98,9 +98,8 @@ class PromptSource:
 
     def longest(self) -> int:
         """Tokens of the longest prompt that the run samples, held-out ones included."""
-        held_out = self._data.validation.values()
-        sets = (self._data.dataset, self._added, *held_out)
-        return max((len(prompt.token_ids) for prompts in sets for prompt in prompts), default=0)
+        added = max((len(prompt.token_ids) for prompt in self._added), default=0)
+        return max(self._data.longest_prompt(), added)
 
     def left(self, state: RunState) -> int:
         """Prompts that are not drawn yet, in all epochs."""

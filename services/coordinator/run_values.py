@@ -12,6 +12,7 @@ from rollpacker.data.run_data import RunData, load_run_data
 from rollpacker.rpc.errors import InvalidArgumentError
 from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
 from rollpacker.store.records import RunState
+from services.coordinator.workers import THE_MODEL, WorkerRegistry
 
 
 def parse(values: Mapping[str, Any]) -> RunSettings:
@@ -39,9 +40,37 @@ def load_data(settings: RunSettings) -> RunData:
         raise InvalidArgumentError.field("settings.data", str(error)) from error
 
 
-async def new_state(run_id: str, settings: RunSettings) -> RunState:
-    """The first state of a run. Reads its data: what is wrong there is found now."""
+def check_cap(cap: int, longest: int, limit: int, who: str) -> None:
+    """Raises SettingsError for a cap with which the longest prompt would be refused.
+
+    `longest`: tokens of that prompt; `limit`: of a sequence, 0 if not known, set by `who`.
+    """
+    if limit and longest + cap > limit:
+        room = limit - longest
+        fix = (
+            f"give {room} at most"
+            if room > 0
+            else "leave long prompts out (data.max_prompt_tokens)"
+        )
+        problem = (
+            f"{cap} and the longest prompt of {longest} tokens make {longest + cap}; {who}"
+            f" takes {limit}: {fix}{'' if who == THE_MODEL else ', or raise its limit'}"
+        )
+        raise SettingsError([("sampling.max_response_tokens", problem)])
+
+
+async def new_state(
+    run_id: str, settings: RunSettings, workers: WorkerRegistry | None = None
+) -> RunState:
+    """The first state of a run. Reads its data: what is wrong there is found now; so is a cap that
+    the model or one of these workers does not take."""
     data = await asyncio.to_thread(load_data, settings)
+    if workers is not None:
+        limit = workers.shortest_context(data.context_tokens)
+        try:
+            check_cap(settings.sampling.max_response_tokens, data.longest_prompt(), *limit)
+        except SettingsError as error:
+            raise invalid_settings(error) from error
     steps = planned_steps(settings, len(data.dataset))
     resolved = settings.model_dump(mode="json")
     digest = data.dataset.digest

@@ -21,7 +21,8 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from rollpacker.rpc.errors import (
     ServiceError,
 )
 from rollpacker.rpc.waiting import told_while_waiting
-from rollpacker.settings import RunSettings
 from rollpacker.store.records import LayoutError, RunState
 from rollpacker.store.run_queue import RunQueue
 from rollpacker.store.run_store import RunStore, list_run_ids
@@ -172,7 +172,7 @@ class Runs:
             raise InvalidArgumentError.field("until_step", f"{until_step} is below 0")
         settings, pause_at = parse(values), until_step or None
         if validate_only:
-            return await new_state(run_id, settings)
+            return await new_state(run_id, settings, self._workers)
         self.fence()
         async with told_while_waiting("the data of the run that is open"):
             await self._scanned.wait()
@@ -191,21 +191,23 @@ class Runs:
             return state
         if state is not None and await self._queue.position(run_id):
             return state
+        # The cap of a run that is there may have been updated since.
+        first = partial(new_state, run_id, settings, self._workers if state is None else None)
         if self._active is not None and queue:
-            return await self._enqueue(store, settings, pause_at)
+            return await self._enqueue(store, first, pause_at)
         self._require_idle()
         self._active = active = ActiveRun(run_id)  # before the first await, as above
         try:
-            return await self._create_and_begin(store, settings, pause_at)
+            return await self._create_and_begin(store, first, pause_at)
         except BaseException:
             if self._active is active and active.task is None:
                 self._active = None
             raise
 
     async def _enqueue(
-        self, store: RunStore, settings: RunSettings, pause_at: int | None
+        self, store: RunStore, first: Callable[[], Awaitable[RunState]], pause_at: int | None
     ) -> RunState:
-        state = await new_state(store.run_id, settings)
+        state = await first()
         await store.create(dataclasses.replace(state, status="queued", pause_at=pause_at))
         await self._queue_up(store.run_id, pause_at, only_from=_MAY_WAIT)
         self._wake.set()
@@ -287,9 +289,9 @@ class Runs:
     # --- driving ------------------------------------------------------------------------------
 
     async def _create_and_begin(
-        self, store: RunStore, settings: RunSettings, pause_at: int | None
+        self, store: RunStore, first: Callable[[], Awaitable[RunState]], pause_at: int | None
     ) -> RunState:
-        state = await new_state(store.run_id, settings)
+        state = await first()
         await store.create(dataclasses.replace(state, pause_at=pause_at))
         await store.reopen_step(self.fence())
         await store.set_status(self.fence(), "running", pause_at=pause_at)

@@ -19,6 +19,7 @@ from rollpacker.rpc.errors import UnavailableError
 from rollpacker.types import EngineStats
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
+THE_MODEL = "the model"
 _WAIT_LOG_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
@@ -81,17 +82,18 @@ class WorkerRegistry:
         """Workers with a lease, by kind and id."""
         return sorted(self._found(kind), key=lambda worker: (worker.kind, worker.worker_id))
 
-    def shortest_context(self) -> tuple[int, str]:
-        """Tokens of the longest sequence that every rollout replica takes, by what is known of them
-        now, and the replica that takes no longer one; 0: nothing is known."""
-        known = [
-            (limit, worker.worker_id)
-            for worker in self.alive(pb.WORKER_KIND_ROLLOUT)
-            if (stats := worker.engine_stats) is not None
-            for limit in (stats.context_tokens, stats.kv_budget_tokens)
-            if limit > 0
-        ]
-        return min(known, default=(0, ""))
+    def shortest_context(self, of_model: int) -> tuple[int, str]:
+        """Tokens of the longest sequence that a model (0: not known) and every rollout replica
+        take, by what the settings of these allow, and who takes no longer one; 0: nothing is known.
+
+        What a replica holds now may be another model.
+        """
+        known = [(of_model, THE_MODEL)]
+        for worker in self._found(pb.WORKER_KIND_ROLLOUT):
+            if (stats := worker.engine_stats) is not None:
+                known.append((stats.max_context_tokens, worker.worker_id))
+                known.append((stats.kv_budget_tokens, worker.worker_id))
+        return min((limit for limit in known if limit[0] > 0), default=(0, ""))
 
     async def wait_for_change(self, seconds: float) -> None:
         """Return when a worker has come, or after `seconds`."""

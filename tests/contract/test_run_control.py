@@ -440,6 +440,35 @@ async def test_a_cap_that_a_replica_could_not_serve_is_refused_while_the_run_is_
         assert run.pending_change_count == 1
 
 
+async def test_a_new_run_with_a_cap_that_the_model_or_a_replica_does_not_take_is_refused(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    model = {"max_position_embeddings": 44, "eos_token_id": 16}
+    (cluster.directory / "model" / "config.json").write_text(json.dumps(model))
+    name = next(iter(cluster.addresses))
+    address, kind = cluster.addresses[name]
+    beat = pb.HeartbeatRequest(worker_id=name, address=address, kind=kind)
+    limits = {
+        "the model takes 44: give 39 at most": {"context_tokens": 20},  # of another model
+        f"{name} takes 43: give 38 at most, or raise its limit": {"max_context_tokens": 43},
+        f"{name} takes 3: leave long prompts out (data.max_prompt_tokens)": {"kv_budget_tokens": 3},
+    }
+    async with coordinator(cluster) as c:
+        for fix, stats in limits.items():
+            beat.ClearField("engine_stats")
+            for field, value in stats.items():
+                setattr(beat.engine_stats, field, value)
+            await c.stub.Heartbeat(beat)
+            with pytest.raises(InvalidArgumentError) as caught:
+                await c.start(values)
+            problem = dict(caught.value.violations)["settings.sampling.max_response_tokens"]
+            assert "40 and the longest prompt of 5 tokens make 45; " in problem
+            assert fix in problem
+        with pytest.raises(NotFoundError):  # so its name is free
+            await c.get()
+
+
 async def test_a_step_that_failed_by_a_setting_begins_anew_with_the_next_value(
     cluster: Cluster,
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
+from rollpacker.rpc.errors import InvalidArgumentError
 from tests.integration.real_runs import (
     ANY_NUMBER,
     OUTCOME,
@@ -198,9 +199,7 @@ async def test_a_prompt_that_stands_twice_in_the_data_is_two_draws(real: RealSta
     assert len(set(responses(trace))) > 12  # other seeds, other responses
 
 
-async def test_a_cap_beyond_the_context_ends_the_run_with_the_remedy(real: RealStack) -> None:
+async def test_a_cap_beyond_the_context_is_refused_with_the_remedy(real: RealStack) -> None:
     values = proof_settings(real.directory, 8, sampling={"max_response_tokens": 300})
-    await real.start("too-long", values)
-    failure = await real.failed("too-long")
-    assert "a cap of 300 make" in failure
-    assert "the context is 256: shorten the prompt, lower the cap" in failure
+    with pytest.raises(InvalidArgumentError, match="the model takes 256: give 25. at most"):
+        await real.start("too-long", values)

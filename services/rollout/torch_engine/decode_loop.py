@@ -173,6 +173,7 @@ class DecodeLoop:
             slot_count=scheduler.slot_count,
             generated_token_count=self._generated_tokens,
             context_tokens=self.limits[0],
+            max_context_tokens=self._max_context,
         )
 
     def _refuse_while_busy(self, what: str) -> None:
