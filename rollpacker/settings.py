@@ -73,8 +73,14 @@ class TailBatchingSettings(Section):
     max_tensor_parallel_size: int = Field(
         0,
         ge=0,
-        description="let preemptions decide the tensor-parallel size, up to so many devices (of"
-        " one host); a launched SGLang only; 0: engines keep their own",
+        description="let the run choose the tensor-parallel size, up to so many devices (of one"
+        " host): by level in mode auto, from what engines of each size have shown, elsewhere by"
+        " preemptions; a launched SGLang only; 0: engines keep their own",
+    )
+    tensor_parallel_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="devices of an engine in the rounds of each level, 0 first, the last one for"
+        " all above; mode auto begins with them; a launched SGLang only; default: one size",
     )
     rebalance: bool | None = Field(
         None,
@@ -99,6 +105,22 @@ class TailBatchingSettings(Section):
             raise ValueError(
                 f"max_tensor_parallel_size: {largest} is below tensor_parallel_size"
                 f" {self.tensor_parallel_size}; raise it, or leave it out"
+            )
+        sizes = self.tensor_parallel_sizes
+        if len(sizes) > self.resolved_levels + 1:
+            raise ValueError(
+                f"tensor_parallel_sizes: {len(sizes)} values for levels 0 to"
+                f" {self.resolved_levels}; give at most one per level"
+            )
+        if sizes and self.mode != "auto" and largest:
+            raise ValueError(
+                f"tensor_parallel_sizes: {list(sizes)} beside max_tensor_parallel_size {largest},"
+                " by which preemptions decide; leave one of them out"
+            )
+        if sizes and self.mode == "auto" and max(sizes) > largest:
+            raise ValueError(
+                f"tensor_parallel_sizes: {max(sizes)} is above max_tensor_parallel_size {largest};"
+                " mode auto chooses sizes up to that; raise it"
             )
         if self.scale_down_rule != "half" and not self.scale_down:
             raise ValueError(
@@ -156,6 +178,14 @@ class TailBatchingSettings(Section):
             return self.speculation_factors
         usual, levels = DEFAULT_FACTORS.get(self.mode, ()), self.resolved_levels
         return (*usual[:levels], *(2.0,) * (levels - len(usual)))
+
+    @property
+    def resolved_tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """Of the engines in the rounds of each level; empty where no level says so."""
+        sizes = self.tensor_parallel_sizes
+        if not sizes and self.mode == "auto" and self.max_tensor_parallel_size:
+            sizes = (self.tensor_parallel_size,)
+        return (*sizes, *sizes[-1:] * (self.resolved_levels + 1 - len(sizes)))
 
     @property
     def resolved_response_speculation_factor(self) -> float:

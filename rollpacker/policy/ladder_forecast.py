@@ -11,19 +11,24 @@ the share that earlier levels have kept to the share that it keeps itself. Its t
 of the step time over the tokens of the longest response that it needs, on the fullest replica.
 Levels recur at fixed relative rates, which give the mean time, and the age at which a draw is
 trained.
+
+Levels differ in what limits them: the last ones hold few and long responses, whose KV has to fit,
+the first ones many short ones, which want many replicas. So each level may have a tensor-parallel
+size of its own; which groups its rounds keep is the same at any size, only their time differs. A
+round of another size than the one before it waits for the engines to be resized.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import mul
 from statistics import NormalDist, fmean, median
 
 from rollpacker.policy.group_law import GroupLaw
-from rollpacker.policy.ladder_ages import Ages, level_ages
+from rollpacker.policy.ladder_ages import Ages, level_ages, level_changes
 
 _CASES = tuple((n + 0.5) / 8 for n in range(8))  # equally likely, of what varies between rounds
 
@@ -51,11 +56,14 @@ class PlannerRules:
     max_stand_in: float = 4.0  # groups for which the longest complete one may stand
     coupling: Callable[[float], float] = _always  # of a response to itself, `age` updates later
     acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
+    resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
+    smallest_size: int = 1  # tensor-parallel sizes from which to choose
+    largest_size: int = 0  # 0: engines keep their own
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasure:
-    """Measured speed of the rollout engines, together."""
+    """Measured speed of the rollout engines of one tensor-parallel size, together."""
 
     replicas: int
     base_seconds: float  # of a decode step
@@ -80,9 +88,11 @@ class Forecast:
     """What a candidate is expected to do."""
 
     factors: tuple[float, ...]
-    rollout_seconds: float  # mean over its rounds
+    sizes: tuple[int, ...]  # tensor-parallel size of the engines, by level
+    rollout_seconds: float  # mean over its rounds, with the resizes between them
     length_ratio: float  # trained mean over uncensored mean
     max_age: float  # steps
+    step_seconds: float  # of a whole step
     tokens_per_second: float  # trained, over whole steps
 
 
@@ -130,27 +140,48 @@ def level_rounds(
 
 def forecast(
     rules: PlannerRules,
-    engine: EngineMeasure,
+    engines: Mapping[int, EngineMeasure],
     law: GroupLaw,
     factors: tuple[float, ...],
     caution: float = 0.0,
+    sizes: tuple[int, ...] = (),
 ) -> Forecast:
     """What a ladder of these factors is expected to do.
 
-    `caution`: standard errors by which each level has more long groups than were observed.
+    `engines`: the same devices at each tensor-parallel size that is to be had. `sizes`: those of
+    the levels; empty: the best ones. `caution`: standard errors by which each level has more long
+    groups than were observed.
     """
-    seconds, tokens = 0.0, 0.0  # tokens of a trained group
     rounds = level_rounds(rules, law, factors, caution)
-    for item in rounds:
-        seconds += item.rate * item.seconds(rules, engine, law)
-        kept, _ = _race(item.pool, 1.0 / item.factor)
-        tokens += item.rate * _mean_tokens(law, kept)
+    seconds = [  # of each level, by size
+        {
+            size: item.rate * item.seconds(rules, engine, law)
+            for size, engine in engines.items()
+            if not sizes or size == sizes[level]
+        }
+        for level, item in enumerate(rounds)
+    ]
+    resizes = level_changes(factors, rules.prompts_per_step)
+
+    def rollout_seconds(chosen: tuple[int, ...]) -> float:
+        decoding = sum(of_level[size] for size, of_level in zip(chosen, seconds, strict=True))
+        resized = sum(share for (a, b), share in resizes.items() if chosen[a] != chosen[b])
+        return decoding + resized * rules.resize_seconds
+
+    best = min(product(*seconds), key=rollout_seconds)
+    kept = [_race(item.pool, 1.0 / item.factor)[0] for item in rounds]
+    tokens = sum(  # of a trained group
+        item.rate * _mean_tokens(law, pool) for item, pool in zip(rounds, kept, strict=True)
+    )
+    step_seconds = rollout_seconds(best) + engines[best[0]].other_seconds
     return Forecast(
         factors,
-        seconds,
+        best,
+        rollout_seconds(best),
         tokens / law.tokens(0.0, 1.0),
         max(item.oldest for item in rounds),
-        tokens * rules.prompts_per_step / (seconds + engine.other_seconds),
+        step_seconds,
+        tokens * rules.prompts_per_step / step_seconds,
     )
 
 

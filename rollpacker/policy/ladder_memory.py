@@ -1,9 +1,9 @@
 """What a run remembers of its rounds for its planner, and the choice that follows from it.
 
-    Round --events--> EngineMeter --sums--+
-    trained and deferred groups ----------+--> LadderMemory (part of the run's state)
-                                                   |  every few steps
-    seconds of the last steps ---------------------+--> `next_ladder` --> LadderChoice
+    Round --events--> EngineMeter --> EngineMemory --+
+    trained and deferred groups ---------------------+--> LadderMemory (part of the run's state)
+                                                               |  every few steps
+    seconds of the last steps ---------------------------------+--> `next_ladder` --> LadderChoice
 
 The live coordinator and the simulator both come here: what they plan with is the same. Everything
 is a function of the rounds in their order, so a run that is resumed or replayed plans the same.
@@ -24,12 +24,19 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
-from rollpacker.policy.engine_meter import SpeedSums, decode_seconds
+from rollpacker.policy.engine_memory import (
+    EngineMemory,
+    EnginesSeen,
+    engines_from_json,
+    engines_remembered,
+    engines_to_be_had,
+    engines_to_json,
+    measured_engines,
+)
 from rollpacker.policy.group_law import ObservedGroup
-from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules
+from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.types import DeferredDraw, DrawId
 
@@ -40,9 +47,7 @@ _GROUPS = 4000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
-_MIN_EQUATIONS = 50  # before the speed counts as measured
 _MIN_COMPARED = 30.0  # responses, or draft tokens, of an age
-_UNLIMITED = 1 << 50  # KV tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +77,7 @@ class RoundSeen:
     step: int
     trained: Sequence[TrainedGroup]
     deferred: Sequence[DeferredDraw]
-    speed: SpeedSums
-    replicas: int
-    kv_capacity: int  # tokens per replica; 0: not known, no limit
-    prompt_tokens: float
+    engines: EnginesSeen
     moved: Set[DrawId] = frozenset()  # of the trained groups; their drafts say nothing
 
 
@@ -85,10 +87,7 @@ class LadderMemory:
 
     groups: Mapping[DrawId, SeenGroup] = field(default_factory=dict)
     one_in: int = 1  # of the draws is remembered
-    speed: SpeedSums = field(default_factory=SpeedSums)
-    replicas: int = 1
-    kv_capacity: int = 0
-    prompt_tokens: float = 0.0
+    engines: EngineMemory = field(default_factory=EngineMemory)
     # By age: how many were compared, and how many were the same.
     responses: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -134,10 +133,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
     return LadderMemory(
         groups,
         one_in,
-        memory.speed.faded(_FADES, seen.speed),
-        seen.replicas or memory.replicas,
-        seen.kv_capacity or memory.kv_capacity,
-        seen.prompt_tokens,
+        engines_remembered(memory.engines, seen.engines, _FADES),
         responses,
         drafts,
     )
@@ -154,19 +150,25 @@ def next_ladder(
     step: int,
     other_seconds: Sequence[float],
     present: tuple[float, ...],
+    present_sizes: tuple[int, ...] = (),
 ) -> LadderChoice:
     """The ladder from this step on.
 
     `other_seconds`: what each of the last `STEPS_SEEN` steps took beside its rollout.
+    `present_sizes`: by level, where they are the run's to choose (`rules.largest_size`).
     """
-    engine = measured_engine(memory, other_seconds)
-    if engine is None:
-        count = memory.speed.equations
-        return LadderChoice(
-            present, f"keeps {ladder_name(present)}: {count:.0f} ends of responses were timed"
-        )
+    sizes = present_sizes or (0,) * (len(present) + 1)
+    measured = measured_engines(memory.engines, other_seconds)
+    engines = engines_to_be_had(rules, measured, sizes)
+    if not engines:
+        count = memory.engines.equations
+        reason = f"keeps {ladder_name(present)}: {count:.0f} ends of responses were timed"
+        return LadderChoice(present, present_sizes, reason)
     known = replace(
-        rules, coupling=_by_age(memory.responses, 1.0), acceptance=_by_age(memory.draft_tokens, 0.0)
+        rules,
+        coupling=_by_age(memory.responses, 1.0),
+        acceptance=_by_age(memory.draft_tokens, 0.0),
+        resize_seconds=memory.engines.resize_seconds,
     )
     groups = [
         ObservedGroup(
@@ -176,23 +178,8 @@ def next_ladder(
         )
         for group in memory.groups.values()
     ]
-    return choose_ladder(known, engine, groups, present)
-
-
-def measured_engine(memory: LadderMemory, other_seconds: Sequence[float]) -> EngineMeasure | None:
-    """The engines as they were measured; None while too little was."""
-    step = decode_seconds(memory.speed)
-    if step is None or memory.speed.equations < _MIN_EQUATIONS:
-        return None
-    return EngineMeasure(
-        replicas=memory.replicas,
-        base_seconds=step.base,
-        per_sequence_seconds=step.per_sequence,
-        per_kv_token_seconds=step.per_kv_token,
-        kv_capacity=memory.kv_capacity or _UNLIMITED,
-        prompt_tokens=round(memory.prompt_tokens),
-        other_seconds=max(0.0, median(other_seconds)) if other_seconds else 0.0,
-    )
+    choice = choose_ladder(known, engines, groups, present, sizes)
+    return choice if present_sizes else replace(choice, sizes=())
 
 
 def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
@@ -203,10 +190,7 @@ def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
             for draw, group in memory.groups.items()
         ],
         "one_in": memory.one_in,
-        "speed": [memory.speed.equations, memory.speed.products, memory.speed.targets],
-        "replicas": memory.replicas,
-        "kv_capacity": memory.kv_capacity,
-        "prompt_tokens": memory.prompt_tokens,
+        "engines": engines_to_json(memory.engines),
         "responses": [[age, *counts] for age, counts in memory.responses.items()],
         "draft_tokens": [[age, *counts] for age, counts in memory.draft_tokens.items()],
     }
@@ -216,20 +200,25 @@ def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
     """The inverse of `memory_to_json`; nothing where there is nothing."""
     if not values:
         return LadderMemory()
-    equations, products, targets = values["speed"]
+    engines = values["engines"] if "engines" in values else _engines_of_layout_2(values)
     return LadderMemory(
         groups={
             DrawId(epoch, prompt): SeenGroup(first, tuple(tokens), complete, tuple(ended))
             for epoch, prompt, first, tokens, complete, ended in values["groups"]
         },
         one_in=values["one_in"],
-        speed=SpeedSums(equations, tuple(products), tuple(targets)),
-        replicas=values["replicas"],
-        kv_capacity=values["kv_capacity"],
-        prompt_tokens=values["prompt_tokens"],
+        engines=engines_from_json(engines),
         responses={age: (all_, same) for age, all_, same in values["responses"]},
         draft_tokens={age: (all_, same) for age, all_, same in values["draft_tokens"]},
     )
+
+
+def _engines_of_layout_2(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a version kept that knew one size, and did not know which."""
+    equations, products, targets = values["speed"]
+    speed = {"equations": equations, "products": products, "targets": targets}
+    seen = {"speed": speed, "replicas": values["replicas"], "kv_capacity": values["kv_capacity"]}
+    return {"sizes": [[0, seen]], "prompt_tokens": values["prompt_tokens"], "last_size": 0}
 
 
 def _sampled(draw: DrawId, one_in: int) -> bool:

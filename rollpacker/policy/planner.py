@@ -1,16 +1,13 @@
 """Which ladder the next rounds climb, and how large an engine is at each level.
 
-Chosen of all ladders of the usual factors is the one with the most trained tokens per second among
+Chosen of all ladders of the usual factors, each with the best tensor-parallel sizes that are to be
+had, is the one with the most trained tokens per second among
 those whose oldest draw fits `max_deferral_age` and whose trained mean length stays within
 `length_tolerance` of the uncensored one (`ladder_forecast` says what to expect of each). A change
 must pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed
 itself. While the tail is a guess, only that is a reason: a guess is too short, so it errs towards
 deferring less. What is not known well counts against a change too: of many candidates, the one that
 looks best is often one whose edge of never-ending responses looks luckiest.
-
-Levels differ in what limits them: the last ones hold few and long responses, whose KV has to fit,
-the first ones many short ones, which want many replicas. So each level may have a tensor-parallel
-size of its own; the rounds of a level are the same at any size, and only their time differs.
 
 What never happens: a choice from anything but the arguments; a factor outside (1, 2].
 """
@@ -22,13 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.ladder_forecast import (
-    EngineMeasure,
-    Forecast,
-    PlannerRules,
-    forecast,
-    level_rounds,
-)
+from rollpacker.policy.ladder_forecast import EngineMeasure, Forecast, PlannerRules, forecast
 
 _CAUTION = 0.5  # standard errors against every other ladder than the present one
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
@@ -40,73 +31,50 @@ class LadderChoice:
     """The ladder to climb, and why in one line for the event log."""
 
     factors: tuple[float, ...]
+    sizes: tuple[int, ...]  # tensor-parallel size of the engines, by level
     reason: str
 
 
 def choose_ladder(
     rules: PlannerRules,
-    engine: EngineMeasure,
+    engines: Mapping[int, EngineMeasure],
     groups: Sequence[ObservedGroup],
     present: tuple[float, ...],
+    present_sizes: tuple[int, ...],
 ) -> LadderChoice:
-    """The ladder for the next rounds; the present one while too little has been seen."""
+    """The ladder for the next rounds; the present one while too little has been seen.
+
+    `engines`: by tensor-parallel size, all that are to be had. `present_sizes`: by level, of these.
+    """
+    name = ladder_name(present, present_sizes)
     if sum(group.complete for group in groups) < rules.min_groups:
-        return LadderChoice(
-            present, f"keeps {ladder_name(present)}: {len(groups)} groups seen so far"
-        )
+        reason = f"keeps {name}: {len(groups)} groups seen so far"
+        return LadderChoice(present, present_sizes, reason)
     law = GroupLaw(groups, rules.max_response_tokens)
-    now = forecast(rules, engine, law, present)
+    now = forecast(rules, engines, law, present, sizes=present_sizes)
     is_guess = law.stand_in > rules.max_stand_in and law.keys[-1] < rules.max_response_tokens
     if is_guess and _allowed(rules, now):
         return LadderChoice(
             present,
-            f"keeps {ladder_name(present)}: the longest group that was seen whole stands for"
+            present_sizes,
+            f"keeps {name}: the longest group that was seen whole stands for"
             f" {law.stand_in:.0f}, so the tail is a guess",
         )
     others = [
-        forecast(rules, engine, law, factors, 0.0 if factors == present else _CAUTION)
+        forecast(rules, engines, law, factors, 0.0 if factors == present else _CAUTION)
         for factors in _candidates(rules)
     ]
     allowed = [other for other in others if _allowed(rules, other)]
     best = max(allowed, key=lambda item: item.tokens_per_second)
-    gain = _gain(engine, now, best)
+    gain = _gain(now, best)
     if _allowed(rules, now) and gain < rules.min_gain:
-        return LadderChoice(present, f"keeps {_describe(now)}: the best other saves {gain:.1%}")
+        reason = f"keeps {_describe(now)}: the best other saves {gain:.1%}"
+        return LadderChoice(present, present_sizes, reason)
     return LadderChoice(
-        best.factors, f"takes {_describe(best)} instead of {_describe(now)}: {len(groups)} groups"
+        best.factors,
+        best.sizes,
+        f"takes {_describe(best)} instead of {_describe(now)}: {len(groups)} groups",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SizeChoice:
-    """The tensor-parallel size of each level, and why in one line for the event log."""
-
-    sizes: tuple[int, ...]
-    reason: str
-
-
-def choose_sizes(
-    rules: PlannerRules,
-    engines: Mapping[int, EngineMeasure],
-    groups: Sequence[ObservedGroup],
-    factors: tuple[float, ...],
-    present: tuple[int, ...],
-) -> SizeChoice:
-    """A size for each level of a ladder; `engines`: the same GPUs at each size that is to be had.
-
-    A level keeps its present size unless another saves `min_gain` of its seconds.
-    """
-    law = GroupLaw(groups, rules.max_response_tokens)
-    sizes, reasons = [], []
-    for level, item in enumerate(level_rounds(rules, law, factors)):
-        seconds = {size: item.seconds(rules, engine, law) for size, engine in engines.items()}
-        size, now = min(seconds, key=seconds.__getitem__), present[level]
-        if seconds[now] <= seconds[size] * (1.0 + rules.min_gain):
-            size = now
-        sizes.append(size)
-        saves = f", {seconds[now]:.3g} s at {now}" if size != now else ""
-        reasons.append(f"level {level}: {size} ({seconds[size]:.3g} s a round{saves})")
-    return SizeChoice(tuple(sizes), f"tensor-parallel size of {'; '.join(reasons)}")
 
 
 def _candidates(rules: PlannerRules) -> list[tuple[float, ...]]:
@@ -119,13 +87,12 @@ def _candidates(rules: PlannerRules) -> list[tuple[float, ...]]:
     return usual + [(factor,) for factor in _ALONE if rules.max_levels]
 
 
-def _gain(engine: EngineMeasure, now: Forecast, best: Forecast) -> float:
+def _gain(now: Forecast, best: Forecast) -> float:
     """What the best ladder saves of the rollout's seconds, for as many trained tokens.
 
     Not of the whole step's: what a change costs, the queue that it leaves, is rollout too.
     """
-    step = now.rollout_seconds + engine.other_seconds
-    saved = step * (1.0 - now.tokens_per_second / best.tokens_per_second)
+    saved = now.step_seconds * (1.0 - now.tokens_per_second / best.tokens_per_second)
     return saved / now.rollout_seconds
 
 
@@ -136,13 +103,17 @@ def _allowed(rules: PlannerRules, item: Forecast) -> bool:
     )
 
 
-def ladder_name(factors: tuple[float, ...]) -> str:
-    """For people."""
-    return "no deferral" if not factors else "eta " + ", ".join(f"{f:g}" for f in factors)
+def ladder_name(factors: tuple[float, ...], sizes: tuple[int, ...] = ()) -> str:
+    """For people. Sizes are told where they are the run's to choose."""
+    name = "no deferral" if not factors else "eta " + ", ".join(f"{f:g}" for f in factors)
+    if not any(sizes):
+        return name
+    told = sizes[:1] if len(set(sizes)) == 1 else sizes
+    return f"{name} on engines of size {', '.join(map(str, told))}"
 
 
 def _describe(item: Forecast) -> str:
     return (
-        f"{ladder_name(item.factors)} ({item.rollout_seconds:.3g} s a round,"
+        f"{ladder_name(item.factors, item.sizes)} ({item.rollout_seconds:.3g} s a round,"
         f" trained length x{item.length_ratio:.3f}, oldest draw {item.max_age:.0f} steps)"
     )

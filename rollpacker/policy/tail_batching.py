@@ -57,6 +57,7 @@ class TailBatchingRules:
     dynamic_sampling: bool = False  # a group without advantages gives its place to a new prompt
     max_replacements: int = 3  # times P0, at least 1: those new prompts of one round at most
     routing: Routing = Routing.LEAST_TOKENS
+    tensor_parallel_sizes: tuple[int, ...] = ()  # of engines, by level, the last one for all above
 
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1 or self.responses_per_prompt < 1:
@@ -80,6 +81,11 @@ class TailBatchingRules:
             return self.prompts_per_step
         # Rounded first: 1.1 * 10 is a hair above 11 in binary and must not become 12.
         return math.ceil(round(self.speculation_factors[level] * self.prompts_per_step, 9))
+
+    def tensor_parallel_size(self, level: int) -> int:
+        """Of the engines in the rounds of this level; 0: they keep their own."""
+        sizes = self.tensor_parallel_sizes
+        return sizes[min(level, len(sizes) - 1)] if sizes else 0
 
     def response_count(self, kind: RoundKind) -> int:
         """Responses launched per draw; the first R0 to finish count."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from rollpacker.ladders import DEFAULT_FACTORS
 from rollpacker.policy.tail_batching import TailBatchingRules
-from rollpacker.simulation.engine_speed import engine_speed
+from rollpacker.simulation.engine_speed import sizes_that_fit
 from rollpacker.simulation.parameters import MODELS, ModelFacts, Parameters
 from rollpacker.simulation.recorded_lengths import RecordedLengths, ResampledWorkload
 from rollpacker.simulation.scenario import (
@@ -46,8 +46,8 @@ from rollpacker.simulation.scenario import (
     ladder,
 )
 from rollpacker.simulation.schedule import PLAIN, REBALANCED, TRAINING_IDLE
-from rollpacker.simulation.simulator import Simulator, StepTrace
-from rollpacker.simulation.steering import PlannedSteering, planner_rules
+from rollpacker.simulation.simulator import Simulator, Steer, StepTrace
+from rollpacker.simulation.steering import PlannedSteering, PreemptionSteering, planner_rules
 from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, WorkloadRules
 
 DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
@@ -67,6 +67,7 @@ class Mode:
     carry_over: str
     planned: bool = False
     schedule: str = "plain"
+    sizes: str = "the paper's"
 
 
 SCHEDULES = {"plain": PLAIN, "rebalance": REBALANCED, "rebalance, idle": TRAINING_IDLE}
@@ -93,6 +94,15 @@ def modes() -> tuple[Mode, ...]:
             )
             for schedule in SCHEDULES
             if schedule != "rebalance, idle" or mode.carry_over in ("none", "measured")
+        ),
+        Mode("paper", PAPER, FRESH, "fresh", "none", sizes="by preemptions"),
+        *(
+            dataclasses.replace(mode, schedule="rebalance, idle", planned=True, sizes="planned")
+            for mode in (
+                Mode("auto", start, MEASURED, "measured", "none"),
+                Mode("auto", start, MEASURED_CARRY_OVER, "measured", "measured"),
+                Mode("auto", start, FROZEN, "frozen", "none"),
+            )
         ),
     )
 
@@ -155,22 +165,35 @@ def run_mode(
     """All steps of a mode on a workload; `gpus`: 0 for the paper's."""
     model = model_for(rules.cap)
     schedule = SCHEDULES[mode.schedule]
+    start = mode.rules
+    if mode.sizes == "planned":
+        sizes = (model.tensor_parallel_size,) * (start.levels + 1)
+        start = dataclasses.replace(start, tensor_parallel_sizes=sizes)
     scenario = Scenario(
         model,
         rules,
-        mode.rules,
+        start,
         mode.drift,
         steps=steps,
         gpus=gpus,
         scales_down=schedule.releases_idle,
         schedule=schedule,
     )
-    steering = None
-    if mode.planned:
-        steering = PlannedSteering(
-            planner_rules(mode.rules, rules.cap), engine_speed(parameters, model).kv_capacity
-        )
+    steering = _steering(parameters, scenario, mode)
     return list(Simulator(scenario, parameters, workload, steering).steps())
+
+
+def _steering(parameters: Parameters, scenario: Scenario, mode: Mode) -> Steer | None:
+    """Who changes the rules between steps."""
+    smallest, largest = 1, 0
+    if mode.sizes != "the paper's":
+        sizes = sizes_that_fit(parameters, scenario.model)
+        smallest, largest = sizes[0], sizes[-1]
+    if mode.sizes == "by preemptions":
+        return PreemptionSteering(scenario.model.tensor_parallel_size, largest)
+    if mode.planned:
+        return PlannedSteering(planner_rules(mode.rules, scenario.workload.cap, smallest, largest))
+    return None
 
 
 def _scenario(
@@ -188,7 +211,7 @@ def _scenario(
     for mode in tried:
         done = run_mode(parameters, mode, workload, rules, steps, gpus)
         base = base or done
-        if mode.name == "paper":
+        if mode.name == "paper" and mode.sizes == "the paper's":
             overlap = dataclasses.replace(tried[1], name="oracle")
             yield where | _oracle(parameters, overlap, workload, rules, steps, base, gpus)
         yield where | {
@@ -197,6 +220,7 @@ def _scenario(
             "coupling": mode.coupling,
             "carry_over": mode.carry_over,
             "schedule": mode.schedule,
+            "sizes": mode.sizes,
             **_measures(done, base, uncensored),
         }
 
@@ -220,6 +244,7 @@ def _oracle(
         "coupling": "frozen",
         "carry_over": "none",
         "schedule": "plain",
+        "sizes": mode.sizes,
         **_measures(done, base, int(lengths.sum())),
     }
 

@@ -64,6 +64,19 @@ def engine_speed(
     )
 
 
+def sizes_that_fit(parameters: Parameters, model: ModelFacts) -> tuple[int, ...]:
+    """Tensor-parallel sizes of one host at which the model and one whole response fit."""
+    return tuple(size for size in (1, 2, 4, 8) if _fits(parameters, model, size))
+
+
+def _fits(parameters: Parameters, model: ModelFacts, size: int) -> bool:
+    try:
+        engine_speed(parameters, model, size)
+    except ValueError:
+        return False
+    return True
+
+
 def _base_seconds(parameters: Parameters, model: ModelFacts, size: int) -> float:
     """The fitted step at the paper's size, its parts scaled to another size."""
     bandwidth = parameters["memory_bandwidth"] * parameters["bandwidth_efficiency"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.policy.commands import EmitGroup, FinishRound
+from rollpacker.policy.engine_memory import EnginesSeen
 from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.events import DrawsAdded, GroupRestored, ResponseFinished
 from rollpacker.policy.ladder_forecast import PlannerRules
@@ -37,35 +38,52 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
     if run.get("mode") != "auto":
         return
     cap = run["settings"]["sampling"]["max_response_tokens"]
-    other_seconds = _other_seconds(directory / "metrics.jsonl")
-    memory, before = LadderMemory(), rounds[0].arguments.rules.speculation_factors
+    tail = run["settings"]["tail_batching"]
+    metrics = _metrics(directory / "metrics.jsonl")
+    memory, before = LadderMemory(), rounds[0].arguments.rules
     choices = differences = 0
     for logged in rounds:
         arguments = logged.arguments
         rules, step = arguments.rules, arguments.plan.step
         if is_due(step):
             planner = PlannerRules(
-                rules.prompts_per_step, rules.responses_per_prompt, cap, rules.max_deferral_age
+                rules.prompts_per_step,
+                rules.responses_per_prompt,
+                cap,
+                rules.max_deferral_age,
+                smallest_size=tail.get("tensor_parallel_size", 1),
+                largest_size=tail.get("max_tensor_parallel_size", 0),
             )
-            others = [other_seconds[s] for s in range(step - STEPS_SEEN, step) if s >= 0]
-            choice = next_ladder(planner, memory, step, others, before)
+            others = [_other_seconds(metrics[s]) for s in range(max(0, step - STEPS_SEEN), step)]
+            choice = next_ladder(
+                planner,
+                memory,
+                step,
+                others,
+                before.speculation_factors,
+                before.tensor_parallel_sizes,
+            )
             # A ladder without a level waits for the end of the queue.
-            expected = [choice.factors] if choice.factors else [(), before]
-            same = rules.speculation_factors in expected
+            chosen = (choice.factors, choice.sizes)
+            old = (before.speculation_factors, before.tensor_parallel_sizes)
+            expected = [chosen] if choice.factors else [chosen, old]
+            same = (rules.speculation_factors, rules.tensor_parallel_sizes) in expected
             choices, differences = choices + 1, differences + (not same)
             yield {
                 "figure": "ladder",
                 "step": step,
                 "factors": list(choice.factors),
+                "sizes": list(choice.sizes),
                 "reason": choice.reason,
                 "same": same,
             }
-        before = rules.speculation_factors
-        memory = remembered(memory, round_seen(logged))
+        before = rules
+        apply_seconds = metrics[step].get("timing_s/apply_weights", 0.0)
+        memory = remembered(memory, round_seen(logged, apply_seconds))
     yield {"figure": "ladders", "choices": choices, "differences": differences}
 
 
-def round_seen(logged: LoggedRound) -> RoundSeen:
+def round_seen(logged: LoggedRound, apply_seconds: float) -> RoundSeen:
     """What the run remembered of a round."""
     arguments = logged.arguments
     round_ = arguments.make()
@@ -108,19 +126,22 @@ def round_seen(logged: LoggedRound) -> RoundSeen:
         )
         for draw in emitted
     ]
+    size = arguments.rules.tensor_parallel_size(arguments.plan.level)
     return RoundSeen(
         arguments.plan.step,
         trained,
         finish.deferred,
-        meter.sums,
-        meter.replicas,
-        meter.kv_capacity,
-        meter.prompt_tokens,
+        EnginesSeen.of(meter, size, apply_seconds),
         meter.moved,
     )
 
 
-def _other_seconds(path: Path) -> dict[int, float]:
-    """By step: what it took beside its rollout."""
+def _metrics(path: Path) -> dict[int, dict[str, float]]:
+    """By step."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row["step"]: row["timing_s/step"] - row["timing_s/rollout"] for row in rows}
+    return {row["step"]: row for row in rows}
+
+
+def _other_seconds(row: dict[str, float]) -> float:
+    """What a step took beside its rollout."""
+    return row["timing_s/step"] - row["timing_s/rollout"]

@@ -71,8 +71,8 @@ class Scenario:
     drift: Drift = field(default=FROZEN)
     steps: int = 10  # prompts for so many steps are drawn; the queue is drained behind them
     gpus: int = 0  # 0: the paper's for this model
-    tensor_parallel_size: int = 0  # 0: the paper's for this model
-    level_sizes: tuple[int, ...] = ()  # tensor-parallel size by level; empty: one for all
+    tensor_parallel_size: int = 0  # where the rules name none; 0: the paper's for this model
+    resize_seconds: float | None = None  # of engines between two rounds; None: the parameter's
     adaptive_timeouts: bool = True
     knows_anchors: bool = False  # of the time limits, from an earlier epoch
     scales_down: bool = False  # release replicas to training during a round
@@ -86,12 +86,3 @@ class Scenario:
     def gpu_count(self) -> int:
         """GPUs of the run."""
         return self.gpus or self.model.gpus
-
-    def size_at(self, level: int) -> int:
-        """Tensor-parallel size in the rounds of a level."""
-        one = self.tensor_parallel_size or self.model.tensor_parallel_size
-        return self.level_sizes[level] if self.level_sizes else one
-
-    def replicas_at(self, level: int) -> int:
-        """Rollout replicas in the rounds of a level; changing their size takes no time."""
-        return self.gpu_count // self.size_at(level)

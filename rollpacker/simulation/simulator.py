@@ -44,7 +44,7 @@ class StepTrace:
     step: int
     kind: RoundKind
     level: int
-    refit_seconds: float
+    refit_seconds: float  # and of the resize, if there was one
     rollout_seconds: float  # until the last response that was needed
     wait_seconds: float  # of these, after enough groups were complete to fill the step
     scored_seconds: float  # from the start of the rollout until everything kept has its reward
@@ -59,6 +59,8 @@ class StepTrace:
     trained: tuple[DrawId, ...]
     ages: tuple[int, ...]
     factors: tuple[float, ...]  # of the rules that it ran under
+    tensor_parallel_size: int  # that they ask for; 0: the scenario's
+    kv_capacity: int  # tokens of a replica
     round: RoundTrace
 
 
@@ -81,10 +83,8 @@ class Simulator:
         self.rules = self._wanted = scenario.rules
         count = scenario.steps * self.rules.prompts_per_step
         self.workload = workload or Workload(scenario.workload, count)
-        sizes = {scenario.size_at(level) for level in range(len(scenario.level_sizes) or 1)}
-        self._speeds: dict[int, EngineSpeed] = {
-            size: engine_speed(parameters, scenario.model, size) for size in sizes
-        }
+        self._speeds: dict[int, EngineSpeed] = {}  # by tensor-parallel size
+        self._last_size = 0  # of the round before; 0: there was none
         self.release = release_rule(scenario)
         self._bubble_drafts: dict[int, BubbleDraft] = {}
         self._steer = steer
@@ -136,7 +136,7 @@ class Simulator:
     def _step(self, planned: RoundPlan) -> StepTrace:
         start = self.now
         draws = [*planned.queued, *self._new_draws(planned)]
-        refit = self.parameters[f"refit_seconds.{self.scenario.model.name}"]
+        refit = self._refit_seconds(planned.level)
         replicas = self._replicas(start + refit, planned.level)
         trainer = TrainerModel(
             self.parameters,
@@ -175,6 +175,8 @@ class Simulator:
             trained=finish.winners,
             ages=tuple(known[draw].age(planned.step) for draw in finish.winners),
             factors=self.rules.speculation_factors,
+            tensor_parallel_size=self.rules.tensor_parallel_size(planned.level),
+            kv_capacity=replicas[0].speed.kv_capacity,
             round=round_trace,
         )
 
@@ -228,7 +230,7 @@ class Simulator:
 
     def _room(self, planned: RoundPlan, groups: int) -> int:
         """Responses that each replica is given at a time: an even share, within its limits."""
-        share = -(-groups // self.scenario.replicas_at(planned.level)) * planned.response_count
+        share = -(-groups // self._replica_count(planned.level)) * planned.response_count
         limit = self.scenario.admission_responses or self.speed_at(planned.level).max_running
         return min(share, limit)
 
@@ -306,12 +308,32 @@ class Simulator:
 
     def speed_at(self, level: int) -> EngineSpeed:
         """Of a replica in the rounds of a level."""
-        return self._speeds[self.scenario.size_at(level)]
+        size = self._size_at(level)
+        if size not in self._speeds:
+            self._speeds[size] = engine_speed(self.parameters, self.scenario.model, size)
+        return self._speeds[size]
+
+    def _size_at(self, level: int) -> int:
+        scenario = self.scenario
+        usual = scenario.tensor_parallel_size or scenario.model.tensor_parallel_size
+        return self.rules.tensor_parallel_size(level) or usual
+
+    def _replica_count(self, level: int) -> int:
+        return self.scenario.gpu_count // self._size_at(level)
+
+    def _refit_seconds(self, level: int) -> float:
+        """Of the round that follows, and of the resize if its engines need one."""
+        refit = self.parameters[f"refit_seconds.{self.scenario.model.name}"]
+        before, self._last_size = self._last_size, self._size_at(level)
+        if before in (0, self._last_size):
+            return refit
+        resize = self.scenario.resize_seconds
+        return refit + (self.parameters["resize_seconds"] if resize is None else resize)
 
     def _replicas(self, start: float, level: int) -> list[ReplicaModel]:
         replicas = [
             ReplicaModel(f"replica-{number:04d}", self.speed_at(level))
-            for number in range(self.scenario.replicas_at(level))
+            for number in range(self._replica_count(level))
         ]
         for replica in replicas:
             replica.now = start

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from rollpacker.policy.engine_memory import EnginesSeen
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     STEPS_SEEN,
@@ -19,17 +20,17 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     remembered,
 )
+from rollpacker.policy.parallelism import ParallelismRules, ParallelismState, after_round
 from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.simulation.simulator import StepTrace
+from rollpacker.types import RoundKind
 
 
 class PlannedSteering:
     """Call it before each step; `reasons` has a line per decision, for the event log."""
 
-    def __init__(self, rules: PlannerRules, kv_capacity: int) -> None:
-        """`kv_capacity`: tokens per replica."""
+    def __init__(self, rules: PlannerRules) -> None:
         self._rules = rules
-        self._kv_capacity = kv_capacity
         self.memory = LadderMemory()
         self.reasons: list[str] = []
 
@@ -38,22 +39,50 @@ class PlannedSteering:
     ) -> TailBatchingRules | None:
         """The rules from this step on; None: nothing is decided."""
         if done:
-            seen = round_seen(done[-1], self._kv_capacity)
-            self.memory = remembered(self.memory, seen)
+            self.memory = remembered(self.memory, round_seen(done[-1]))
         if not is_due(step):
             return None
         others = [s.step_seconds - s.rollout_seconds for s in done[-STEPS_SEEN:]]
-        factors = present.speculation_factors
-        choice = next_ladder(self._rules, self.memory, step, others, factors)
+        choice = next_ladder(
+            self._rules,
+            self.memory,
+            step,
+            others,
+            present.speculation_factors,
+            present.tensor_parallel_sizes,
+        )
         self.reasons.append(f"step {step}: {choice.reason}")
-        return dataclasses.replace(present, speculation_factors=choice.factors)
+        return dataclasses.replace(
+            present,
+            speculation_factors=choice.factors,
+            tensor_parallel_sizes=choice.sizes,
+        )
 
 
-def round_seen(step: StepTrace, kv_capacity: int) -> RoundSeen:
+class PreemptionSteering:
+    """The paper's planner (section 4.2): a size for short rounds and one for long ones."""
+
+    def __init__(self, smallest: int, largest: int) -> None:
+        self._rules = ParallelismRules(smallest, largest)
+        self._states = dict.fromkeys((RoundKind.SHORT, RoundKind.LONG), ParallelismState(smallest))
+
+    def __call__(
+        self, _step: int, done: Sequence[StepTrace], present: TailBatchingRules
+    ) -> TailBatchingRules | None:
+        """The rules with the sizes for this step."""
+        if done and done[-1].kind in self._states:
+            kind = done[-1].kind
+            self._states[kind] = after_round(self._rules, self._states[kind], done[-1].preemptions)
+        sizes = tuple(state.size for state in self._states.values())
+        return dataclasses.replace(present, tensor_parallel_sizes=sizes)
+
+
+def round_seen(step: StepTrace) -> RoundSeen:
     """What a run remembers of a simulated round."""
     trace = step.round
     assert trace.finish is not None
     assert trace.meter is not None
+    engines = EnginesSeen.of(trace.meter, step.tensor_parallel_size, step.refit_seconds)
     return RoundSeen(
         step.step,
         [
@@ -61,16 +90,23 @@ def round_seen(step: StepTrace, kv_capacity: int) -> RoundSeen:
             for (draw, lengths), age in zip(trace.emitted, step.ages, strict=True)
         ],
         trace.finish.deferred,
-        trace.meter.sums,
-        trace.meter.replicas,
-        kv_capacity,
-        trace.meter.prompt_tokens,
+        dataclasses.replace(engines, kv_capacity=step.kv_capacity),
         trace.meter.moved,
     )
 
 
-def planner_rules(rules: TailBatchingRules, cap: int) -> PlannerRules:
-    """What the planner needs to know of a scenario; the rest it measures."""
+def planner_rules(
+    rules: TailBatchingRules, cap: int, smallest_size: int = 1, largest_size: int = 0
+) -> PlannerRules:
+    """What the planner needs to know of a scenario; the rest it measures.
+
+    `largest_size`: tensor-parallel size up to which it may choose; 0: it does not.
+    """
     return PlannerRules(
-        rules.prompts_per_step, rules.responses_per_prompt, cap, rules.max_deferral_age
+        rules.prompts_per_step,
+        rules.responses_per_prompt,
+        cap,
+        rules.max_deferral_age,
+        smallest_size=smallest_size,
+        largest_size=largest_size,
     )

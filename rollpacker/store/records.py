@@ -15,9 +15,10 @@ from typing import Any
 from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 
 # 2: a run remembers its rounds for mode auto (`ladder_memory`); one of layout 1 remembers none yet.
-LAYOUT_VERSION = 2
-READABLE_LAYOUTS = (1, 2)
-READABLE = " and ".join(map(str, READABLE_LAYOUTS))  # in messages
+# 3: and its engines by their size; one of layout 2 does not know whose speed it has.
+LAYOUT_VERSION = 3
+READABLE_LAYOUTS = (1, 2, 3)
+READABLE = ", ".join(map(str, READABLE_LAYOUTS))  # in messages
 
 
 class LayoutError(ValueError):
@@ -91,6 +92,7 @@ class ChosenLadder:
     step: int
     speculation_factors: tuple[float, ...]
     reason: str  # one line
+    tensor_parallel_sizes: tuple[int, ...] = ()  # of engines, by level; empty: they keep their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,9 @@ def ladder_to_json(chosen: ChosenLadder) -> str:
 
 def ladder_from_json(text: str | bytes) -> ChosenLadder:
     values = json.loads(text)
+    sizes = tuple(values.pop("tensor_parallel_sizes", ()))
     factors = tuple(values.pop("speculation_factors"))
-    return ChosenLadder(**values, speculation_factors=factors)
+    return ChosenLadder(**values, speculation_factors=factors, tensor_parallel_sizes=sizes)
 
 
 def outcome_to_json(outcome: StepOutcome) -> str:

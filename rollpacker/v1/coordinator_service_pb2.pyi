@@ -1312,6 +1312,7 @@ class LadderChoice(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     SPECULATION_FACTORS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step that it was chosen for."""
     reason: _builtins.str
@@ -1320,16 +1321,21 @@ class LadderChoice(_message.Message):
     def speculation_factors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The speculation factor of each level below the last; none: nothing is deferred."""
 
+    @_builtins.property
+    def tensor_parallel_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tensor-parallel size of the engines in the rounds of each level; none: they keep their own."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         speculation_factors: _abc.Iterable[_builtins.float] | None = ...,
         reason: _builtins.str = ...,
+        tensor_parallel_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "speculation_factors", b"speculation_factors", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "speculation_factors", b"speculation_factors", "step", b"step", "tensor_parallel_sizes", b"tensor_parallel_sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

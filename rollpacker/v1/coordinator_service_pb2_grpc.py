@@ -227,7 +227,8 @@ class CoordinatorServiceServicer:
 
     def UpdateRun(self, request, context):
         """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
-        tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+        tail_batching.speculation_factors, deferral_levels, tensor_parallel_sizes, max_deferral_age,
+        carry_over_max_tokens;
         sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
         unavailable_seconds; validation.interval; max_steps.
         They hold from the next round on; a round that has begun ends as it began. Draws above a

@@ -73,7 +73,8 @@ class CoordinatorServiceStub:
     """
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.UpdateRunRequest, _coordinator_service_pb2.UpdateRunResponse]
     """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
-    tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+    tail_batching.speculation_factors, deferral_levels, tensor_parallel_sizes, max_deferral_age,
+    carry_over_max_tokens;
     sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
     unavailable_seconds; validation.interval; max_steps.
     They hold from the next round on; a round that has begun ends as it began. Draws above a
@@ -244,7 +245,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     UpdateRun: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.UpdateRunRequest, _coordinator_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
     """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
-    tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+    tail_batching.speculation_factors, deferral_levels, tensor_parallel_sizes, max_deferral_age,
+    carry_over_max_tokens;
     sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
     unavailable_seconds; validation.interval; max_steps.
     They hold from the next round on; a round that has begun ends as it began. Draws above a
@@ -454,7 +456,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_service_pb2.UpdateRunResponse, _abc.Awaitable[_coordinator_service_pb2.UpdateRunResponse]]:
         """Changes settings of a run that may be changed while it runs: trainer.learning_rate;
-        tail_batching.speculation_factors, deferral_levels, max_deferral_age, carry_over_max_tokens;
+        tail_batching.speculation_factors, deferral_levels, tensor_parallel_sizes, max_deferral_age,
+        carry_over_max_tokens;
         sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
         unavailable_seconds; validation.interval; max_steps.
         They hold from the next round on; a round that has begun ends as it began. Draws above a

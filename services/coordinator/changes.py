@@ -35,11 +35,16 @@ UPDATABLE = (
     "tail_batching.deferral_levels",
     "tail_batching.max_deferral_age",
     "tail_batching.speculation_factors",
+    "tail_batching.tensor_parallel_sizes",
     "trainer.learning_rate",
     "validation.interval",
 )
 _OF_DRAWS = ("sampling.max_response_tokens", "sampling.temperature")
-_LADDER = ("tail_batching.deferral_levels", "tail_batching.speculation_factors")
+_LADDER = (
+    "tail_batching.deferral_levels",
+    "tail_batching.speculation_factors",
+    "tail_batching.tensor_parallel_sizes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +142,17 @@ def settled(state: RunState, changes: Iterable[Change], ahead: Collection[DrawId
     return _settled(state)
 
 
-def with_ladder(state: RunState, factors: Sequence[float]) -> RunState:
-    """The state with a ladder that mode auto has chosen, as if it had been updated."""
-    ladder = {"deferral_levels": len(factors), "speculation_factors": list(factors)}
+def with_ladder(state: RunState, factors: Sequence[float], sizes: Sequence[int] = ()) -> RunState:
+    """The state with a ladder that mode auto has chosen, as if it had been updated.
+
+    `sizes`: of engines, by level, where they are the run's to choose.
+    """
+    ladder: dict[str, Any] = {
+        "deferral_levels": len(factors),
+        "speculation_factors": list(factors),
+    }
+    if sizes:
+        ladder["tensor_parallel_sizes"] = list(sizes)
     return _settled(_updated(state, {"tail_batching": ladder}))
 
 

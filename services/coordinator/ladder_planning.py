@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollpacker.policy.engine_memory import EnginesSeen
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     STEPS_SEEN,
@@ -42,8 +43,9 @@ async def chosen_ladder(
         state.step,
         [_other_seconds(record) for record in records],
         settings.tail_batching.resolved_speculation_factors,
+        settings.tail_batching.resolved_tensor_parallel_sizes,
     )
-    return ChosenLadder(state.step, choice.factors, choice.reason)
+    return ChosenLadder(state.step, choice.factors, choice.reason, choice.sizes)
 
 
 def planner_rules(settings: RunSettings) -> PlannerRules:
@@ -54,6 +56,8 @@ def planner_rules(settings: RunSettings) -> PlannerRules:
         tail.responses_per_prompt,
         settings.sampling.max_response_tokens,
         tail.max_deferral_age,
+        smallest_size=tail.tensor_parallel_size,
+        largest_size=tail.max_tensor_parallel_size,
     )
 
 
@@ -76,10 +80,7 @@ def memory_after(state: RunState, result: RoundResult) -> Mapping[str, Any]:
         state.step,
         trained,
         result.finish.deferred,
-        meter.sums,
-        meter.replicas,
-        meter.kv_capacity,
-        meter.prompt_tokens,
+        EnginesSeen.of(meter, result.tensor_parallel_size, result.apply_seconds),
         meter.moved,
     )
     memory = memory_from_json(state.ladder_memory)

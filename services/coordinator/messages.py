@@ -84,6 +84,7 @@ def ladder_message(chosen: ChosenLadder) -> pb.LadderChoice:
         step=chosen.step,
         speculation_factors=chosen.speculation_factors,
         reason=chosen.reason,
+        tensor_parallel_sizes=chosen.tensor_parallel_sizes,
     )
 
 

@@ -22,6 +22,7 @@ def tail_batching_rules(settings: RunSettings) -> TailBatchingRules:
         max_deferral_age=tail.max_deferral_age,
         advantages=advantage_rules(settings),
         dynamic_sampling=tail.dynamic_sampling,
+        tensor_parallel_sizes=tail.resolved_tensor_parallel_sizes,
     )
 
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel sizes of one run: what the policy remembers, and what resizes have cost.
+"""The tensor-parallel sizes of one run, where preemptions decide them, and how many replicas serve.
 
 Short and long rounds have sizes of their own. A size is asked for by the spec of a round; the
 replica says how long it took to get there. A resize holds for as many rounds of its kind as follow
@@ -19,6 +19,25 @@ from rollpacker.policy.parallelism import (
 from rollpacker.types import RoundKind
 
 _LARGEST_SAVING = 0.5  # of a round's seconds, by twice the devices
+
+
+class ServedCounts:
+    """How many replicas have served at each size: at a larger one, fewer find devices."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._last_size = 0
+
+    def served(self, size: int, count: int) -> None:
+        """A round had so many."""
+        self._counts[size], self._last_size = count, size
+
+    def expected(self, size: int) -> int:
+        """In the next round; 0: not known. At a size that is new, as many as there are devices for,
+        by the last round."""
+        if size and size not in self._counts and self._last_size:
+            return self._counts[self._last_size] * self._last_size // size
+        return self._counts.get(size, 0) if size else 0
 
 
 class ParallelismPlanner:

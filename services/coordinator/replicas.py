@@ -53,11 +53,14 @@ class ReplicaSet:
         needs_replay: bool,
         group_count: int,
         response_count: int,
+        expected_count: int = 0,
     ) -> None:
-        """`group_count` groups of `response_count` responses are to be shared out."""
+        """`group_count` groups of `response_count` responses are to be shared out, among
+        `expected_count` replicas: not all that are alive have devices at every size. 0: all."""
         self._workers = workers
         self._group_count = group_count
         self._response_count = response_count
+        self._expected_count = expected_count
         self._spec = spec
         self._fence = fence
         self._needs_replay = needs_replay
@@ -74,6 +77,11 @@ class ReplicaSet:
     def serving(self) -> list[str]:
         """Ids of the replicas that take work."""
         return sorted(self._serving)
+
+    @property
+    def served_count(self) -> int:
+        """Replicas that have served."""
+        return len(self._limits)
 
     def channel(self, replica_id: str) -> grpc.aio.Channel:
         """Where a serving replica is. Raises UnavailableError when it was lost in between."""
@@ -168,7 +176,9 @@ class ReplicaSet:
         try:
             stats = await self._apply(worker)
         except (UnavailableError, DeadlineExceededError, InternalError) as error:
-            _log.warning("replica %s does not come up: %s", worker.worker_id, error)
+            expected = error.reason == "DEVICES_BUSY" and bool(self._serving)
+            level = logging.INFO if expected else logging.WARNING
+            _log.log(level, "replica %s does not come up: %s", worker.worker_id, error)
             if not self._serving:
                 self._give_up_after_a_while(f"no replica comes up, the last one: {error}", tell)
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -214,8 +224,10 @@ class ReplicaSet:
     def _fair_share(self) -> int:
         """Responses of a replica when all take equally many groups: the first one that is ready
         must not take the work of those that are still coming up."""
-        alive = len(self._workers.alive(coordinator_service_pb2.WORKER_KIND_ROLLOUT))
-        return -(-self._group_count // max(1, alive)) * self._response_count
+        count = len(self._workers.alive(coordinator_service_pb2.WORKER_KIND_ROLLOUT))
+        if self._expected_count:
+            count = min(count, self._expected_count)
+        return -(-self._group_count // max(1, count)) * self._response_count
 
     async def _apply(self, worker: Worker) -> rollout_service_pb2.EngineStats:
         """Bring one replica to the spec; returns its limits."""

@@ -22,7 +22,7 @@ from rollpacker.types import EngineSpec, PromptGroup, SamplingParameters
 from services.coordinator.command_runner import CommandRunner
 from services.coordinator.expected_lengths import expected_tokens
 from services.coordinator.garbage import full_collections_wait
-from services.coordinator.parallelism import ParallelismPlanner
+from services.coordinator.parallelism import ParallelismPlanner, ServedCounts
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
@@ -42,9 +42,10 @@ class RoundRunner:
         tail = context.settings.tail_batching
         self._sizes = (
             ParallelismPlanner(tail.tensor_parallel_size, tail.max_tensor_parallel_size)
-            if tail.max_tensor_parallel_size
+            if tail.max_tensor_parallel_size and tail.mode != "auto"
             else None
         )
+        self._served = ServedCounts()
 
     def use(
         self,
@@ -87,7 +88,11 @@ class RoundRunner:
             self._context.run_id,
             state.weight_version,
             state.weights_uri,
-            tensor_parallel_size=sizes.size(planned.kind) if sizes else 0,
+            tensor_parallel_size=(
+                sizes.size(planned.kind)
+                if sizes
+                else self._rules.tensor_parallel_size(planned.level)
+            ),
         )
         replicas = ReplicaSet(
             self._context.workers,
@@ -96,6 +101,7 @@ class RoundRunner:
             needs_replay=self._rules.keeps_seeds and self._rules.levels > 0,
             group_count=len(draws.draws),
             response_count=planned.response_count,
+            expected_count=self._served.expected(spec.tensor_parallel_size),
         )
 
         cap = self._sampling.max_response_tokens
@@ -127,6 +133,7 @@ class RoundRunner:
             result = await runner.run(restored)
         await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
         ready = replicas.first_ready_at or started
+        self._served.served(spec.tensor_parallel_size, replicas.served_count)
         if sizes:
             sizes.applied(spec.tensor_parallel_size, replicas.slowest_apply_seconds)
             sizes.after_round(planned.kind, result.preemptions, result.finish.rollout_seconds)

@@ -68,6 +68,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.forget_next = 0  # calls that meet an engine which has lost its weights
         self.replays = True
         self.resizes = True
+        self.largest_size = 8  # for which it finds devices
         self.takes_drafts = True  # else it ignores them and tells logprobs, as SGLang does
         self.resumed_tokens = 0
         self.preempts = 0  # of the last group at tensor-parallel size 1
@@ -89,6 +90,8 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def ApplyEngineSpec(self, request: Any, context: Any) -> Any:
         self._check_fence(request.fence)
+        if request.spec.tensor_parallel_size > self.largest_size:
+            raise UnavailableError("DEVICES_BUSY", "others hold the devices")
         self.spec = wire.engine_spec_from_proto(request.spec)
         self.sizes.append(self.spec.tensor_parallel_size)
         self.applied.set()

@@ -67,6 +67,30 @@ async def test_choices_are_events_and_metrics_and_come_out_of_a_replay_again(
     assert reasons == [choice.reason for choice in chosen]
 
 
+async def test_sizes_are_tried_and_come_out_of_a_replay_again(cluster: Cluster) -> None:
+    """The fakes decode as fast at any size, so the hope that is tried first fails."""
+    for replica in cluster.rollouts:
+        replica.slots, replica.token_seconds = 64, 0.001
+    async with coordinator(cluster) as run:
+        await run.start(auto_settings(cluster.directory, max_tensor_parallel_size=2))
+        await run.until_ended()
+        steps = await run.steps()
+        schedule = await run.schedule()
+        chosen = await choices(run, len(steps))
+    assert len(trained(schedule)) == PROMPTS
+    sizes = [step.metrics["rollout/tensor_parallel_size"] for step in steps]
+    assert sizes[:4] == [1, 1, 1, 1]
+    assert set(sizes) == {1, 2}
+    for choice in chosen:
+        step = steps[choice.step]
+        assert set(choice.tensor_parallel_sizes) <= {1, 2}
+        if choice.speculation_factors:
+            in_force = choice.tensor_parallel_sizes[step.level]
+            assert step.metrics["rollout/tensor_parallel_size"] == in_force
+    rows = list(replay_rows(cluster.directory / "runs" / "r"))
+    assert rows[-1] == {"figure": "ladders", "choices": len(chosen), "differences": 0}
+
+
 async def test_a_crash_repeats_no_choice_and_loses_no_draw(cluster: Cluster) -> None:
     values = auto_settings(cluster.directory)
     async with coordinator(cluster) as run:

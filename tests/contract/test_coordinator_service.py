@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from rollpacker.policy.events import ReplicaJoined
+from rollpacker.round_log import read_round
 from rollpacker.rpc.client import call, stream
 from rollpacker.rpc.errors import (
     AlreadyExistsError,
@@ -351,6 +353,31 @@ async def test_preemptions_decide_the_tensor_parallel_size(cluster: Cluster) -> 
     lines = (Path(run.run_directory) / "metrics.jsonl").read_text().splitlines()
     sizes = [json.loads(line)["rollout/tensor_parallel_size"] for line in lines]
     assert sizes[:7] == [1, 1, 2, 2, 2, 2, 1]
+
+
+async def test_each_level_has_the_size_that_the_settings_give_it(cluster: Cluster) -> None:
+    """One replica finds devices for the larger one; the other one's share is not kept waiting."""
+    expected = await undisturbed(cluster, run_settings(cluster.directory))
+    values = run_settings(cluster.directory)
+    values["tail_batching"]["tensor_parallel_sizes"] = [1, 2]
+    cluster.rollouts[1].largest_size = 1
+    for replica in cluster.rollouts:
+        replica.slots = 64
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        run = await c.until_ended()
+        assert await c.schedule() == expected
+        steps = await c.steps()
+    sizes = [1 if step.level == 0 else 2 for step in steps]
+    assert [step.metrics["rollout/tensor_parallel_size"] for step in steps] == sizes
+    assert set(sizes) == {1, 2}
+    for step in steps:
+        log = Path(run.run_directory) / f"rounds/step_{step.step:06d}.jsonl"
+        logged = read_round(log.read_text().splitlines())
+        joined = [item.event for item in logged.handled if isinstance(item.event, ReplicaJoined)]
+        responses = len(logged.arguments.draws) * logged.arguments.plan.response_count
+        if step.level:
+            assert [event.response_capacity for event in joined] == [min(64, responses)]
 
 
 async def test_a_size_is_not_planned_for_engines_that_keep_theirs(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -170,11 +171,16 @@ def test_replicas_released_to_training_lose_no_response(share: float, spreads: b
 
 def test_a_size_for_each_level_changes_times_and_nothing_else() -> None:
     _, one = run(scenario(rules(2.0, 2.0)))
-    _, own = run(scenario(rules(2.0, 2.0), level_sizes=(1, 2, 4)))
+    sized = rules(2.0, 2.0, tensor_parallel_sizes=(1, 2, 4))
+    _, own = run(scenario(sized, resize_seconds=7.0))
     assert [step.trained for step in own] == [step.trained for step in one]
     assert [len(step.round.spans) for step in own] == [4 // (1, 2, 4)[step.level] for step in one]
     for before, after in zip(one, own, strict=True):
         assert (after.rollout_seconds == before.rollout_seconds) == (after.level == 0)
+    levels = [step.level for step in own]
+    resized = [False, *(a != b for a, b in pairwise(levels))]
+    longer = [b.refit_seconds - a.refit_seconds for a, b in zip(one, own, strict=True)]
+    assert longer == [7.0 if was else 0.0 for was in resized]
 
 
 def test_a_run_that_gives_up_deferring_drains_its_queue_first() -> None:

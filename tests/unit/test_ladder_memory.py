@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollpacker.policy.engine_memory import EnginesSeen
 from rollpacker.policy.engine_meter import SpeedSums
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
@@ -18,7 +19,6 @@ from rollpacker.policy.ladder_memory import (
     RoundSeen,
     TrainedGroup,
     is_due,
-    measured_engine,
     memory_from_json,
     memory_to_json,
     next_ladder,
@@ -59,7 +59,7 @@ def rounds(count: int, seed: int, *, same: float = 1.0) -> list[RoundSeen]:
         ):
             groups = [TrainedGroup(name, step, tuple(row), 0) for name, row in trained]
             speed = SpeedSums(60.0, SPEED.products, SPEED.targets)
-            found.append(RoundSeen(number, groups, lost, speed, 2, 0, 20.0))
+            found.append(RoundSeen(number, groups, lost, EnginesSeen(speed, 2, 0, 20.0)))
     return found
 
 
@@ -108,7 +108,9 @@ def test_of_too_many_groups_half_of_the_draws_are_forgotten_for_good() -> None:
     memory, most = LadderMemory(), 0
     for step in range(40):
         trained = [TrainedGroup(DrawId(0, f"{step}-{n}"), step, (5,), 0) for n in range(128)]
-        memory = remembered(memory, RoundSeen(step, trained, [], SpeedSums(), 1, 0, 1.0))
+        memory = remembered(
+            memory, RoundSeen(step, trained, [], EnginesSeen(SpeedSums(), 1, 0, 1.0))
+        )
         most = max(most, len(memory.groups))
     assert (most <= 4000, memory.one_in) == (True, 2)
     by_step = Counter(group.first_step for group in memory.groups.values())
@@ -137,17 +139,26 @@ def test_responses_that_come_out_otherwise_end_the_deferral() -> None:
     assert next_ladder(RULES, drifting, 60, [0.0], (2.0,)).factors == ()
 
 
-def test_the_speed_counts_once_enough_responses_were_timed() -> None:
-    memory = after(rounds(2, 1))
-    engine = measured_engine(memory, [1.0, 9.0, 2.0])
-    assert engine is not None
-    assert (engine.replicas, engine.other_seconds) == (2, 2.0)
-    assert engine.step_seconds(1, 10) == pytest.approx(0.01, rel=0.1)
-    unknown = LadderMemory(speed=SPEED)
-    assert measured_engine(unknown, []) is None
+def test_a_choice_waits_until_enough_ends_of_responses_were_timed() -> None:
+    seen = EnginesSeen(SPEED, 2, 0, 20.0)
+    unknown = after([replace(rounds(2, 1)[0], engines=seen)])
     choice = next_ladder(RULES, unknown, 4, [], (1.5,))
-    assert choice.factors == (1.5,)
+    assert (choice.factors, choice.sizes) == ((1.5,), ())
     assert "2 ends of responses were timed" in choice.reason
+
+
+def test_a_memory_of_the_layout_before_knows_the_speed_of_one_size() -> None:
+    memory = after(rounds(6, 1))
+    values = memory_to_json(memory)
+    engines = values.pop("engines")
+    (size, seen), *_ = engines["sizes"]
+    speed = seen["speed"]
+    values["speed"] = [speed["equations"], speed["products"], speed["targets"]]
+    values |= {name: seen[name] for name in ("replicas", "kv_capacity")}
+    values["prompt_tokens"] = engines["prompt_tokens"]
+    read = memory_from_json(json.loads(json.dumps(values)))
+    assert (size, read.engines.sizes) == (0, memory.engines.sizes)
+    assert next_ladder(RULES, read, 6, [], (2.0,)) == next_ladder(RULES, memory, 6, [], (2.0,))
 
 
 def test_a_policy_that_says_nothing_any_more_keeps_its_run_going() -> None:
@@ -160,7 +171,7 @@ def test_a_policy_that_says_nothing_any_more_keeps_its_run_going() -> None:
         )
         for each in rounds(24, 1)
     ]
-    memory = replace(after(seen), speed=after(rounds(24, 1)).speed)
+    memory = replace(after(seen), engines=after(rounds(24, 1)).engines)
     assert len(next_ladder(RULES, memory, 24, [1.0], (1.5,)).factors) <= 3
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast, level_rounds
-from rollpacker.policy.planner import choose_ladder, choose_sizes
+from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast
+from rollpacker.policy.planner import LadderChoice, choose_ladder
 
 RULES = PlannerRules(16, 4, 8192)
 ENGINE = EngineMeasure(4, 0.01, 2e-4, 1e-8, 1_000_000, 100)
+ENGINES = {0: ENGINE}  # which keep their size
 
 
 def groups(count: int, tail: float, seed: int = 0) -> list[ObservedGroup]:
@@ -27,8 +29,14 @@ def groups(count: int, tail: float, seed: int = 0) -> list[ObservedGroup]:
     return [ObservedGroup(tuple(tokens() for _ in range(4)), complete=True) for _ in range(count)]
 
 
+def chosen(
+    rules: PlannerRules, seen: list[ObservedGroup], present: tuple[float, ...]
+) -> LadderChoice:
+    return choose_ladder(rules, ENGINES, seen, present, (0,) * (len(present) + 1))
+
+
 def test_it_keeps_the_ladder_until_enough_groups_are_complete() -> None:
-    choice = choose_ladder(RULES, ENGINE, groups(63, 0.05), (1.5,))
+    choice = chosen(RULES, groups(63, 0.05), (1.5,))
     assert choice.factors == (1.5,)
     assert "63 groups seen" in choice.reason
 
@@ -37,22 +45,22 @@ def test_it_keeps_the_ladder_while_nobody_has_seen_a_long_group_to_its_end() -> 
     """Else the tail looks as short as the longest winner of a race, and deferring looks useless."""
     whole = [group for group in groups(400, 0.05) if group.longest < 8192]
     cut = [ObservedGroup((500,) * 4, complete=False)] * (400 - len(whole))
-    choice = choose_ladder(RULES, ENGINE, [*whole, *cut], (2.0,))
+    choice = chosen(RULES, [*whole, *cut], (2.0,))
     assert choice.factors == (2.0,)
     assert "the tail is a guess" in choice.reason
     seen = [ObservedGroup((8192,) * 4, complete=True)] * (len(cut) // 2)
-    choice = choose_ladder(RULES, ENGINE, [*whole, *cut[len(seen) :], *seen], (2.0,))
+    choice = chosen(RULES, [*whole, *cut[len(seen) :], *seen], (2.0,))
     assert "guess" not in choice.reason
 
 
 def test_it_defers_where_there_is_a_tail_and_does_not_where_there_is_none() -> None:
-    assert choose_ladder(RULES, ENGINE, groups(400, 0.03), ()).factors
+    assert chosen(RULES, groups(400, 0.03), ()).factors
     equal = [ObservedGroup((300,) * 4, complete=True) for _ in range(100)]
-    assert choose_ladder(RULES, ENGINE, equal, ()).factors == ()
+    assert chosen(RULES, equal, ()).factors == ()
 
 
 def test_the_same_measurements_give_the_same_choice_and_say_why_in_one_line() -> None:
-    first, second = (choose_ladder(RULES, ENGINE, groups(200, 0.05), ()) for _ in range(2))
+    first, second = (chosen(RULES, groups(200, 0.05), ()) for _ in range(2))
     assert first == second
     assert "\n" not in first.reason
     assert "instead of no deferral" in first.reason
@@ -61,21 +69,21 @@ def test_the_same_measurements_give_the_same_choice_and_say_why_in_one_line() ->
 def test_no_draw_may_get_older_than_allowed() -> None:
     young = replace(RULES, max_deferral_age=3)
     law = GroupLaw(groups(300, 0.05), 8192)
-    factors = choose_ladder(young, ENGINE, groups(300, 0.05), ()).factors
-    assert forecast(young, ENGINE, law, factors).max_age <= 3
+    factors = chosen(young, groups(300, 0.05), ()).factors
+    assert forecast(young, ENGINES, law, factors).max_age <= 3
 
 
 def test_it_does_not_defer_what_would_come_out_shorter() -> None:
     drifting = replace(RULES, coupling=lambda age: 0.0)
     law = GroupLaw(groups(300, 0.05), 8192)
-    assert forecast(drifting, ENGINE, law, (1.5,)).length_ratio < 0.98
-    assert choose_ladder(drifting, ENGINE, groups(300, 0.05), (1.5,)).factors == ()
+    assert forecast(drifting, ENGINES, law, (1.5,)).length_ratio < 0.98
+    assert chosen(drifting, groups(300, 0.05), (1.5,)).factors == ()
 
 
 def test_drafts_make_deferral_cheaper() -> None:
     law = GroupLaw(groups(300, 0.05), 8192)
-    plain = forecast(RULES, ENGINE, law, (2.0,))
-    drafts = forecast(replace(RULES, acceptance=lambda age: 0.9), ENGINE, law, (2.0,))
+    plain = forecast(RULES, ENGINES, law, (2.0,))
+    drafts = forecast(replace(RULES, acceptance=lambda age: 0.9), ENGINES, law, (2.0,))
     assert drafts.rollout_seconds < plain.rollout_seconds
 
 
@@ -83,8 +91,8 @@ def test_a_full_kv_cache_makes_long_rounds_slower() -> None:
     law = GroupLaw(groups(300, 0.2), 8192)
     tight = replace(ENGINE, kv_capacity=20_000)
     assert (
-        forecast(RULES, tight, law, (2.0,)).rollout_seconds
-        > forecast(RULES, ENGINE, law, (2.0,)).rollout_seconds
+        forecast(RULES, {0: tight}, law, (2.0,)).rollout_seconds
+        > forecast(RULES, ENGINES, law, (2.0,)).rollout_seconds
     )
 
 
@@ -103,14 +111,14 @@ def test_the_shares_of_a_ladder_add_up_to_the_mean_length() -> None:
     low, high = law.tokens(0.0, 0.6), law.tokens(0.6, 1.0)
     assert 0.6 * low + 0.4 * high == pytest.approx(law.tokens(0.0, 1.0))
     for factors in ((1.5,), (1.75, 2.0), (2.0, 2.0, 2.0)):
-        assert forecast(RULES, ENGINE, law, factors).length_ratio == pytest.approx(1.0)
+        assert forecast(RULES, ENGINES, law, factors).length_ratio == pytest.approx(1.0)
 
 
 def test_draws_that_come_back_sooner_keep_more_of_their_length() -> None:
     drifting = replace(RULES, coupling=lambda age: 0.8**age)
     law = GroupLaw(groups(300, 0.05), 8192)
     ratios = [
-        forecast(drifting, ENGINE, law, factors).length_ratio
+        forecast(drifting, ENGINES, law, factors).length_ratio
         for factors in ((2.0,), (2.0, 2.0), (2.0, 2.0, 2.0))
     ]
     assert 1.0 > ratios[0] > ratios[1] > ratios[2]
@@ -121,30 +129,61 @@ def sized(size: int) -> EngineMeasure:
     return EngineMeasure(16 // size, 0.02 / size, 1e-3, 1e-8, 12_000 * (2 * size - 1), 100)
 
 
+SIZED = {size: sized(size) for size in (1, 2, 4)}
+
+
 def test_long_levels_get_larger_engines_where_their_kv_does_not_fit() -> None:
     """A level that holds short responses wants many small engines."""
-    engines = {size: sized(size) for size in (1, 2, 4)}
-    choice = choose_sizes(RULES, engines, groups(400, 0.03), (2.0, 2.0), (1, 1, 1))
+    law = GroupLaw(groups(400, 0.03), 8192)
+    best = forecast(RULES, SIZED, law, (2.0, 2.0))
+    assert best.sizes[0] < best.sizes[-1]
+    choice = choose_ladder(RULES, SIZED, groups(400, 0.03), (2.0, 2.0), (1, 1, 1))
     assert choice.sizes[0] < choice.sizes[-1]
+    assert f"on engines of size {', '.join(map(str, choice.sizes))}" in choice.reason
     assert "\n" not in choice.reason
-    assert choice.reason.count("level") == 3
+
+
+def test_a_resize_that_takes_long_leaves_one_size_for_all_levels() -> None:
+    law = GroupLaw(groups(400, 0.03), 8192)
+    slow = replace(RULES, resize_seconds=1e4)
+    sizes = forecast(slow, SIZED, law, (2.0, 2.0)).sizes
+    assert len(set(sizes)) == 1
+    quick = forecast(RULES, SIZED, law, (2.0, 2.0))
+    assert quick.rollout_seconds < forecast(slow, SIZED, law, (2.0, 2.0)).rollout_seconds < 1e4
+
+
+@given(st.floats(0.0, 0.2), st.sampled_from([(), (1.5,), (2.0, 1.75)]), st.floats(0.0, 50.0))
+@settings(max_examples=20, deadline=None)
+def test_no_sizes_of_the_levels_are_better_than_the_best(
+    tail: float, factors: tuple[float, ...], resize_seconds: float
+) -> None:
+    rules = replace(RULES, resize_seconds=resize_seconds)
+    law = GroupLaw(groups(200, tail), 8192)
+    best = forecast(rules, SIZED, law, factors)
+    others = [
+        forecast(rules, SIZED, law, factors, sizes=sizes)
+        for sizes in product(SIZED, repeat=len(factors) + 1)
+    ]
+    assert best.rollout_seconds == min(other.rollout_seconds for other in others)
+    assert {other.length_ratio for other in others} == {best.length_ratio}
 
 
 @given(st.floats(0.0, 0.2), st.sampled_from([(), (1.5,), (2.0, 1.75)]), st.integers(0, 50))
 @settings(max_examples=20, deadline=None)
-def test_a_level_changes_its_size_only_for_a_gain(
+def test_ladder_and_sizes_change_only_for_a_gain(
     tail: float, factors: tuple[float, ...], seed: int
 ) -> None:
-    engines = {size: sized(size) for size in (1, 2, 4)}
     seen = groups(200, tail, seed)
     law = GroupLaw(seen, 8192)
-    choice = choose_sizes(RULES, engines, seen, factors, (2,) * (len(factors) + 1))
-    for size, level in zip(choice.sizes, level_rounds(RULES, law, factors), strict=True):
-        seconds = {s: level.seconds(RULES, engine, law) for s, engine in engines.items()}
-        if size == 2:
-            assert seconds[2] <= min(seconds.values()) * (1 + RULES.min_gain)
-        else:
-            assert seconds[size] == min(seconds.values()) < seconds[2]
+    present = (2,) * (len(factors) + 1)
+    choice = choose_ladder(RULES, SIZED, seen, factors, present)
+    now = forecast(RULES, SIZED, law, factors, sizes=present)
+    same_ladder = forecast(RULES, SIZED, law, factors)
+    if (choice.factors, choice.sizes) == (factors, present):
+        assert now.rollout_seconds <= same_ladder.rollout_seconds / (1.0 - RULES.min_gain)
+    else:
+        new = forecast(RULES, SIZED, law, choice.factors, sizes=choice.sizes)
+        assert new.tokens_per_second > now.tokens_per_second
 
 
 def test_responses_that_never_stop_take_turns_where_the_kv_is_full() -> None:
@@ -152,8 +191,8 @@ def test_responses_that_never_stop_take_turns_where_the_kv_is_full() -> None:
     capped = [ObservedGroup((8192,) * 4, complete=True) for _ in range(64)]
     law = GroupLaw(capped, 8192)
     one = replace(ENGINE, replicas=16, per_sequence_seconds=0.0, per_kv_token_seconds=0.0)
-    all_fit = forecast(RULES, replace(one, kv_capacity=4 * 9000), law, ()).rollout_seconds
-    half_fit = forecast(RULES, replace(one, kv_capacity=2 * 9000), law, ()).rollout_seconds
+    all_fit = forecast(RULES, {0: replace(one, kv_capacity=4 * 9000)}, law, ()).rollout_seconds
+    half_fit = forecast(RULES, {0: replace(one, kv_capacity=2 * 9000)}, law, ()).rollout_seconds
     assert 1.2 * all_fit < half_fit <= 2 * all_fit
 
 
@@ -161,7 +200,7 @@ def test_a_guess_does_not_keep_a_ladder_that_shortens_what_is_trained() -> None:
     drifting = replace(RULES, coupling=lambda age: 0.0)
     whole = [group for group in groups(400, 0.05) if group.longest < 8192]
     cut = [ObservedGroup((500,) * 4, complete=False)] * (400 - len(whole))
-    choice = choose_ladder(drifting, ENGINE, [*whole, *cut], (2.0,))
+    choice = chosen(drifting, [*whole, *cut], (2.0,))
     assert choice.factors == ()
 
 

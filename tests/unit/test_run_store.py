@@ -161,7 +161,7 @@ async def test_a_status_survives_the_next_commit(redis_client: Redis) -> None:
 
 async def test_a_state_of_another_layout_is_refused_with_the_reason() -> None:
     text = json.dumps({**json.loads(state_to_json(STATE)), "layout_version": 99})
-    with pytest.raises(ValueError, match="layout 99, this version reads 1 and 2"):
+    with pytest.raises(ValueError, match="layout 99, this version reads 1, 2, 3"):
         state_from_json(text)
 
 

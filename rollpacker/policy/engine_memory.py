@@ -1,0 +1,196 @@
+"""What a run remembers of its rollout engines, by tensor-parallel size, for its planner.
+
+Where the run may choose the size, one that was never had is hoped to be as good as can be: a
+doubling saves half of a decode step, a halving costs nothing, and once two sizes are known, a
+further one changes a step as the one between these did. So a size is tried where even that would
+pay, one doubling or halving at a time, and from its first round on it is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from rollpacker.policy.engine_meter import EngineMeter, SpeedSums, decode_seconds
+from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules
+
+_MIN_EQUATIONS = 50  # before a speed counts as measured
+_UNLIMITED = 1 << 50  # KV tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesSeen:
+    """The engines of a finished round."""
+
+    speed: SpeedSums
+    replicas: int
+    kv_capacity: int  # tokens per replica; 0: not known, no limit
+    prompt_tokens: float  # of a prompt, on average
+    size: int = 0  # tensor-parallel size; 0: they keep their own
+    apply_seconds: float = 0.0  # until the first one was at the weights, and at this size
+
+    @staticmethod
+    def of(meter: EngineMeter, size: int = 0, apply_seconds: float = 0.0) -> EnginesSeen:
+        """What a round's meter has measured."""
+        return EnginesSeen(
+            meter.sums,
+            meter.replicas,
+            meter.kv_capacity,
+            meter.prompt_tokens,
+            size,
+            apply_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SizeMemory:
+    """Engines of one size."""
+
+    speed: SpeedSums = field(default_factory=SpeedSums)
+    replicas: int = 1
+    kv_capacity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Engines of all sizes, and what it takes to get from one to another."""
+
+    sizes: Mapping[int, SizeMemory] = field(default_factory=dict)
+    prompt_tokens: float = 0.0
+    last_size: int = -1  # of the last round; -1: there was none
+    refit_seconds: float = 0.0  # the least until engines of the same size had new weights
+    resizes: float = 0.0  # of which older ones fade
+    resizing_seconds: float = 0.0  # of these, until engines had new weights and another size
+
+    @property
+    def resize_seconds(self) -> float:
+        """What a resize takes beyond a refit; nothing while it is not known."""
+        if not self.resizes:
+            return 0.0
+        return max(0.0, self.resizing_seconds / self.resizes - self.refit_seconds)
+
+    @property
+    def equations(self) -> float:
+        """Ends of responses that were timed."""
+        return sum(seen.speed.equations for seen in self.sizes.values())
+
+
+def engines_remembered(memory: EngineMemory, seen: EnginesSeen, fades: float) -> EngineMemory:
+    """The memory after a round; what it had of this size counts `fades` times from now on."""
+    before = memory.sizes.get(seen.size, SizeMemory())
+    size = SizeMemory(
+        before.speed.faded(fades, seen.speed),
+        seen.replicas or before.replicas,
+        seen.kv_capacity or before.kv_capacity,
+    )
+    sizes = {**memory.sizes, seen.size: size}
+    memory = replace(memory, sizes=sizes, prompt_tokens=seen.prompt_tokens)
+    if memory.last_size < 0:  # says nothing: engines may have been started for it
+        return replace(memory, last_size=seen.size)
+    if seen.size == memory.last_size:
+        least = min(memory.refit_seconds or math.inf, seen.apply_seconds)
+        return replace(memory, refit_seconds=least)
+    return replace(
+        memory,
+        last_size=seen.size,
+        resizes=fades * memory.resizes + 1.0,
+        resizing_seconds=fades * memory.resizing_seconds + seen.apply_seconds,
+    )
+
+
+def measured_engines(
+    memory: EngineMemory, other_seconds: Sequence[float]
+) -> dict[int, EngineMeasure]:
+    """The engines by size as they were measured; not those of which too little was."""
+    found: dict[int, EngineMeasure] = {}
+    for size, seen in memory.sizes.items():
+        step = decode_seconds(seen.speed)
+        if step is None or seen.speed.equations < _MIN_EQUATIONS:
+            continue
+        found[size] = EngineMeasure(
+            replicas=seen.replicas,
+            base_seconds=step.base,
+            per_sequence_seconds=step.per_sequence,
+            per_kv_token_seconds=step.per_kv_token,
+            kv_capacity=seen.kv_capacity or _UNLIMITED,
+            prompt_tokens=round(memory.prompt_tokens),
+            other_seconds=max(0.0, median(other_seconds)) if other_seconds else 0.0,
+        )
+    return found
+
+
+def engines_to_be_had(
+    rules: PlannerRules, measured: Mapping[int, EngineMeasure], present: Sequence[int]
+) -> dict[int, EngineMeasure]:
+    """The measured engines, and what others may be hoped to be: those of the `present` sizes, and
+    of the sizes next to the measured ones, within the limits. None while none is measured."""
+    if not rules.largest_size or not measured:
+        return dict(measured)
+    next_ones = {2 * max(measured), min(measured) // 2}
+    allowed = {size for size in next_ones if rules.smallest_size <= size <= rules.largest_size}
+    found = dict(measured)
+    for size in sorted(allowed.union(present) - measured.keys()):
+        hoped = _hoped(measured, size)
+        if hoped.replicas:
+            found[size] = hoped
+    return found
+
+
+def _hoped(measured: Mapping[int, EngineMeasure], size: int) -> EngineMeasure:
+    """The best that engines of a size can be, on the devices of the measured ones."""
+    by_distance = sorted(measured, key=lambda known: abs(math.log(known / size)))
+    engine = measured[by_distance[0]]
+    ratio = size / by_distance[0]
+
+    def scaled(seconds: Callable[[EngineMeasure], float]) -> float:
+        return seconds(engine) * _best_change(measured, by_distance[:2], seconds, ratio)
+
+    return replace(
+        engine,
+        replicas=int(engine.replicas / ratio),
+        base_seconds=scaled(lambda one: one.base_seconds),
+        per_sequence_seconds=scaled(lambda one: one.per_sequence_seconds),
+        per_kv_token_seconds=engine.per_kv_token_seconds / ratio,
+        kv_capacity=int(engine.kv_capacity * ratio),
+    )
+
+
+def _best_change(
+    measured: Mapping[int, EngineMeasure],
+    sizes: Sequence[int],
+    seconds: Callable[[EngineMeasure], float],
+    ratio: float,
+) -> float:
+    """By how much a part of the decode step changes with the size, at best: as it did between the
+    two measured sizes, each doubling saving less than the one before; if there is one, by half for
+    a doubling and not at all for a halving."""
+    if len(sizes) < 2:
+        return 1.0 / max(1.0, ratio)
+    small, large = sorted(sizes)
+    before, after = (max(1e-12, seconds(measured[size])) for size in (small, large))
+    power = math.log(after / before) / math.log(large / small)
+    return float(ratio ** min(0.0, max(-1.0, power)))
+
+
+def engines_to_json(memory: EngineMemory) -> dict[str, Any]:
+    """As JSON values."""
+    return {
+        **asdict(memory),
+        "sizes": [[size, asdict(seen)] for size, seen in memory.sizes.items()],
+    }
+
+
+def engines_from_json(values: Mapping[str, Any]) -> EngineMemory:
+    """The inverse of `engines_to_json`."""
+    sizes = {
+        size: SizeMemory(_speed(**seen["speed"]), seen["replicas"], seen["kv_capacity"])
+        for size, seen in values["sizes"]
+    }
+    return EngineMemory(**{**values, "sizes": sizes})
+
+
+def _speed(equations: float, products: Sequence[float], targets: Sequence[float]) -> SpeedSums:
+    return SpeedSums(equations, tuple(products), tuple(targets))
