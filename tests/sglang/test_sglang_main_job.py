@@ -126,6 +126,23 @@ async def test_exact_is_refused_on_a_server_that_ignores_seeds(tmp_path):
         await server.kill()
 
 
+async def test_the_levels_of_a_ladder_run_on_engines_of_their_own_sizes(tmp_path):
+    """Each change of size is another server; what is trained is what one size trains."""
+    write_model(tmp_path / "model")
+    values = run_settings(tmp_path, 8)
+    values["tail_batching"] |= {"deferral_levels": 1, "speculation_factors": [2.0]}
+    size = {"slots": 64, "kv_budget_tokens": 8192}
+    ours = await trained(tmp_path / "torch", values, size)
+    values["tail_batching"]["tensor_parallel_sizes"] = [1, 2]
+    theirs = await trained(
+        tmp_path / "sglang", values, {**size, "engine": "sglang", "sglang_python": PYTHON}
+    )
+    lines = (tmp_path / "sglang/runs/job/metrics.jsonl").read_text().splitlines()
+    sizes = [json.loads(line)["rollout/tensor_parallel_size"] for line in lines]
+    assert sizes[:2] == [1, 2]
+    assert theirs == ours
+
+
 async def test_a_run_asks_for_the_tensor_parallel_size_that_it_plans(tmp_path):
     write_model(tmp_path / "model")
     values = run_settings(tmp_path, PROMPTS)
