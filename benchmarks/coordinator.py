@@ -10,6 +10,7 @@ replicas hold 512 groups of 8 responses each at once. Prints a JSON line per `--
     coordinator_cpu_ms_per_response   CPU time of its process / launched responses
     responses_per_second              bounded by the fakes, too
     scheduling_ms_p50, _p99           from an event's arrival to the policy's answer to it
+    loop_held_ms_max                  the longest that nothing else of the coordinator had its turn
     resident_mib                      after these rounds
 and at the end, over several lines, how much memory grew in the second half of the run.
 """
@@ -42,6 +43,7 @@ from rollpacker.rpc.client import call, open_channel
 from rollpacker.rpc.errors import FailedPreconditionError
 from rollpacker.rpc.server import RpcServer
 from rollpacker.store.redis_client import connect
+from rollpacker.tasks import end_tasks
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import coordinator_service_pb2_grpc as pb_grpc
 from services.coordinator.runs import Runs
@@ -99,6 +101,27 @@ class Latencies:
 LATENCIES = Latencies()
 
 
+@dataclass
+class LoopWatch:
+    """The longest time for which the event loop was held."""
+
+    longest_ms: float = 0.0
+
+    async def run(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            self.longest_ms = max(self.longest_ms, (time.monotonic() - before) * 1e3 - 5)
+
+    def take(self) -> dict[str, float]:
+        """Since the last call."""
+        longest, self.longest_ms = self.longest_ms, 0.0
+        return {"loop_held_ms_max": longest}
+
+
+LOOP = LoopWatch()
+
+
 class TimedRound(Round):
     """The policy, with a clock beside it."""
 
@@ -152,6 +175,7 @@ async def measure(directory: Path, redis_url: str, addresses: dict[str, str], ar
     )
     await server.start()
     life = asyncio.create_task(runs.run())
+    watch = asyncio.create_task(LOOP.run())
     for name, address in addresses.items():
         kind = pb.WorkerKind.Value(f"WORKER_KIND_{name.partition('-')[0].upper()}")
         await workers.heartbeat(name, address, kind, None)
@@ -164,8 +188,7 @@ async def measure(directory: Path, redis_url: str, addresses: dict[str, str], ar
         await call(lambda: stub.StartRun(pb.StartRunRequest(run_id=RUN_ID, settings=struct)))
         await _follow(stub, meter, args.rounds)
         meter.end()
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
+    await end_tasks(life, watch)
     await server.stop()
     await workers.close()
     await redis.aclose()
@@ -193,6 +216,7 @@ class Meter:
             "coordinator_cpu_ms_per_response": (cpu - self._cpu) / self._responses * 1e3,
             "responses_per_second": self._responses / (wall - self._wall),
             **LATENCIES.take(),
+            **LOOP.take(),
             "resident_mib": self._resident[-1],
         }
         print(json.dumps({k: round(v, 3) for k, v in figure.items()}), flush=True)

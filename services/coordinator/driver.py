@@ -42,6 +42,7 @@ from services.coordinator.changes import (
     with_ladder,
 )
 from services.coordinator.control import RunControl
+from services.coordinator.garbage import full_collections_wait
 from services.coordinator.ladder_planning import chosen_ladder
 from services.coordinator.modes import tail_batching_rules
 from services.coordinator.outcome import finished_record, round_outcome
@@ -126,7 +127,10 @@ class RunDriver:
             state = await self._begun(state)
             state = await self._validated(state)
             try:
-                with span("step", is_root=True, run=self._context.run_id, step=state.step):
+                with (
+                    span("step", is_root=True, run=self._context.run_id, step=state.step),
+                    full_collections_wait(),
+                ):
                     next_state = await self._step(state)
             except RewindError as error:
                 next_state = await self._resuming.reconcile(state, error.opened)

@@ -21,7 +21,6 @@ from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import EngineSpec, PromptGroup, SamplingParameters
 from services.coordinator.command_runner import CommandRunner
 from services.coordinator.expected_lengths import expected_tokens
-from services.coordinator.garbage import full_collections_wait
 from services.coordinator.parallelism import ParallelismPlanner, ServedCounts
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
@@ -129,8 +128,7 @@ class RoundRunner:
             rebalances=self._settings.tail_batching.resolved_rebalance,
         )
         started = time.monotonic()
-        with full_collections_wait():
-            result = await runner.run(restored)
+        result = await runner.run(restored)
         await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
         ready = replicas.first_ready_at or started
         self._served.served(spec.tensor_parallel_size, replicas.served_count)

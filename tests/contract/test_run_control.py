@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,8 +24,10 @@ from rollpacker.rpc.errors import (
 from rollpacker.store import keys
 from rollpacker.store.run_store import RunStore
 from rollpacker.tasks import end_tasks
+from rollpacker.types import PromptGroup
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
+from services.coordinator.command_runner import CommandRunner
 from tests.contract import fake_workers as fakes
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
 from tests.tiny_run import run_settings, write_data
@@ -410,6 +413,20 @@ async def test_wrong_changes_name_field_and_fix_and_lose_nothing(cluster: Cluste
         with pytest.raises(InvalidArgumentError, match="settings: holds NaN or an infinity"):
             await c.start({"seed": float("nan")}, run_id="other")
         assert (await c.get()).pending_change_count == 0
+
+
+async def test_a_round_that_is_over_leaves_nothing_for_the_garbage_collector(
+    cluster: Cluster,
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with coordinator(cluster) as c:
+            await paused_at(cluster, c, run_settings(cluster.directory), 3)
+            left = [type(o) for o in gc.get_objects() if isinstance(o, CommandRunner | PromptGroup)]
+    finally:
+        gc.enable()
+    assert left == []
 
 
 async def test_a_cap_that_a_replica_could_not_serve_is_refused_while_the_run_is_active(
