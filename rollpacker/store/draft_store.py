@@ -9,7 +9,7 @@ again, and deleted after the commit of the step that trains it. Each entry is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -18,6 +18,8 @@ from rollpacker import wire
 from rollpacker.store import keys
 from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import types_pb2
+
+_PAGE = 128  # draws
 
 
 class DraftStore:
@@ -28,26 +30,31 @@ class DraftStore:
         self._run_id = run_id
 
     async def save(self, drafts: Mapping[DrawId, Sequence[Draft]]) -> None:
-        """Replace the drafts of these draws; a draw without any keeps none. Repeat: no effect."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for draw, its_drafts in drafts.items():
-                pipe.delete(self._key(draw))
-                if its_drafts:
-                    data = [wire.draft_to_proto(draft).SerializeToString() for draft in its_drafts]
-                    pipe.rpush(self._key(draw), *data)
-            await pipe.execute()
+        """Replace the drafts of these draws; a draw without any keeps none. Repeat: no effect.
+
+        Others have turns in between.
+        """
+        for page in _pages(list(drafts)):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                for draw in page:
+                    pipe.delete(self._key(draw))
+                    data = [wire.draft_to_proto(d).SerializeToString() for d in drafts[draw]]
+                    if data:
+                        pipe.rpush(self._key(draw), *data)
+                await pipe.execute()
 
     async def load(self, draws: Sequence[DrawId]) -> dict[DrawId, tuple[Draft, ...]]:
         """The drafts of these draws; those without any are left out."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for draw in draws:
-                pipe.lrange(self._key(draw), 0, -1)
-            found: list[Any] = await pipe.execute()
-        return {
-            draw: tuple(wire.draft_from_proto(types_pb2.Draft.FromString(data)) for data in items)
-            for draw, items in zip(draws, found, strict=True)
-            if items
-        }
+        loaded: dict[DrawId, tuple[Draft, ...]] = {}
+        for page in _pages(draws):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for draw in page:
+                    pipe.lrange(self._key(draw), 0, -1)
+                found: list[Any] = await pipe.execute()
+            for draw, items in zip(page, found, strict=True):
+                if items:
+                    loaded[draw] = tuple(map(_draft, items))
+        return loaded
 
     async def delete(self, draws: Iterable[DrawId]) -> None:
         """Forget the drafts of these draws. Repeat: no effect."""
@@ -57,3 +64,11 @@ class DraftStore:
 
     def _key(self, draw: DrawId) -> str:
         return keys.deferred_draw(self._run_id, draw)
+
+
+def _draft(data: bytes) -> Draft:
+    return wire.draft_from_proto(types_pb2.Draft.FromString(data))
+
+
+def _pages(draws: Sequence[DrawId]) -> Iterator[Sequence[DrawId]]:
+    return (draws[start : start + _PAGE] for start in range(0, len(draws), _PAGE))

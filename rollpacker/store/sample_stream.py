@@ -16,11 +16,12 @@ from redis.exceptions import ResponseError
 
 from rollpacker import wire
 from rollpacker.store import keys
-from rollpacker.types import PromptGroup, StepResult
+from rollpacker.types import DrawId, PromptGroup, StepResult
 from rollpacker.v1 import trainer_service_pb2, types_pb2
 
 _FIELD = b"group"
 START = "0-0"
+_PAGE = 128  # groups
 
 
 class SampleStream:
@@ -53,10 +54,14 @@ class SampleStream:
         ]
 
     async def read_all(self) -> list[PromptGroup]:
-        """Every group in the stream, in order, each draw once."""
-        entries: Any = await self._redis.xrange(self._samples)
-        groups = [wire.prompt_group_from_proto(_parse(fields)) for _, fields in entries]
-        return list({group.draw.id: group for group in reversed(groups)}.values())[::-1]
+        """Every group in the stream, in order, each draw once. Others have turns in between."""
+        groups: dict[DrawId, PromptGroup] = {}
+        after = START
+        while page := await self.read(after, _PAGE, block_seconds=0):
+            after = page[-1][0]
+            for _, group in page:
+                groups.setdefault(group.draw.id, group)
+        return list(groups.values())
 
     async def acknowledge(self, entry_ids: Sequence[str]) -> None:
         """Mark entries as trained: the update that contains them is durable. Repeat: no effect."""

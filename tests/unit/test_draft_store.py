@@ -21,6 +21,13 @@ async def test_the_drafts_of_a_draw_are_read_back_and_replaced(redis_client: Red
     assert await store.load([ONE]) == {}
 
 
+async def test_the_drafts_of_many_draws_are_kept_apart(redis_client: Redis) -> None:
+    store = DraftStore(redis_client, "demo")
+    drafts = {DrawId(0, f"p{i}"): (Draft(0, (i,), 4),) for i in range(300)}
+    await store.save(drafts)
+    assert await store.load([ONE, *drafts]) == drafts
+
+
 async def test_deleted_drafts_leave_no_key(redis_client: Redis) -> None:
     store = DraftStore(redis_client, "demo")
     await store.save({ONE: DRAFTS, TWO: DRAFTS})
