@@ -109,7 +109,7 @@ class StepOutcome:
 
 
 def draw_to_json(draw: Draw) -> dict[str, Any]:
-    return dataclasses.asdict(draw)
+    return _values(draw)
 
 
 def draw_from_json(values: Mapping[str, Any]) -> Draw:
@@ -117,7 +117,7 @@ def draw_from_json(values: Mapping[str, Any]) -> Draw:
 
 
 def deferred_to_json(deferred: DeferredDraw) -> dict[str, Any]:
-    return dataclasses.asdict(deferred)
+    return {**_values(deferred), "draw": draw_to_json(deferred.draw)}
 
 
 def deferred_from_json(values: Mapping[str, Any]) -> DeferredDraw:
@@ -130,7 +130,14 @@ def deferred_from_json(values: Mapping[str, Any]) -> DeferredDraw:
 
 def state_to_json(state: RunState) -> str:
     """The whole state; also the run snapshot that a checkpoint carries."""
-    return json.dumps({**dataclasses.asdict(state), "layout_version": LAYOUT_VERSION})
+    dropped = [{**_values(d), "item": deferred_to_json(d.item)} for d in state.dropped]
+    parts = {
+        "deferred": [deferred_to_json(item) for item in state.deferred],
+        "totals": _values(state.totals),
+        "dropped": dropped,
+        "layout_version": LAYOUT_VERSION,
+    }
+    return json.dumps({**_values(state), **parts})
 
 
 def state_from_json(text: str | bytes) -> RunState:
@@ -158,13 +165,28 @@ def state_from_json(text: str | bytes) -> RunState:
     )
 
 
+def _values(item: object) -> dict[str, Any]:
+    """The fields of a dataclass as they are: `asdict` looks into every number of a large state."""
+    return {name: getattr(item, name) for name in _FIELDS[type(item)]}
+
+
+_FIELDS: Mapping[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in dataclasses.fields(kind))
+    for kind in (Draw, DeferredDraw, DroppedDraw, RunState, StepRecord, Totals)
+}
+
+
 def _by_length(values: Mapping[str, int]) -> dict[int, int]:
     return {int(length): count for length, count in values.items()}
 
 
 def record_to_json(record: StepRecord) -> str:
-    values = dataclasses.asdict(record)
-    return json.dumps({**values, "round_kind": record.round_kind.value})
+    parts = {
+        "round_kind": record.round_kind.value,
+        "draws": [draw_to_json(draw) for draw in record.draws],
+        "flat_draws": [draw_to_json(draw) for draw in record.flat_draws],
+    }
+    return json.dumps({**_values(record), **parts})
 
 
 def record_from_json(text: str | bytes) -> StepRecord:

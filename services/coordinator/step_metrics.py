@@ -9,7 +9,7 @@ from rollpacker.policy.bias_meter import BiasMeter
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, Totals
-from rollpacker.types import DeferredDraw, PromptGroup, Response, RoundKind
+from rollpacker.types import DeferredDraw, FinishReason, PromptGroup, Response, RoundKind
 from services.coordinator.carry_over import CheckedDraft
 
 _TRAINER_PARTS = ("accumulate", "update", "checkpoint", "publish")
@@ -119,7 +119,7 @@ def _reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
 def _length_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     responses = [scored.response for group in groups for scored in group.responses]
     lengths = sorted(len(response.token_ids) for response in responses) or [0]  # all were flat
-    capped = sum(response.finish_reason.value == "length" for response in responses)
+    capped = sum(response.finish_reason is FinishReason.LENGTH for response in responses)
     return {
         "response_length/mean": statistics.fmean(lengths),
         "response_length/p50": _quantile(lengths, 0.5),
@@ -134,7 +134,7 @@ def _length_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 def _ends_in_loop(response: Response) -> bool:
     end = response.token_ids[-_LOOP_TOKENS:]
-    return len(end) == _LOOP_TOKENS and len(set(end)) == 1
+    return len(end) == _LOOP_TOKENS and end.count(end[0]) == _LOOP_TOKENS
 
 
 def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict[str, float]:

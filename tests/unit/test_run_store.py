@@ -10,7 +10,17 @@ from redis.asyncio import Redis
 
 from rollpacker.store import keys
 from rollpacker.store.lease import CoordinatorLease
-from rollpacker.store.records import RunState, StepOutcome, Totals, state_from_json, state_to_json
+from rollpacker.store.records import (
+    LAYOUT_VERSION,
+    DroppedDraw,
+    RunState,
+    StepOutcome,
+    Totals,
+    outcome_from_json,
+    outcome_to_json,
+    state_from_json,
+    state_to_json,
+)
 from rollpacker.store.run_store import (
     RunStore,
     StaleFenceError,
@@ -260,3 +270,19 @@ async def test_a_status_that_is_there_already_is_no_refusal(redis_client: Redis)
     for _ in range(2):
         assert await store.set_status(1, "paused", only_from=("running",))
     assert len(await store.read_events("0-0", 0.1)) == 2  # the step, and one change of the status
+
+
+def test_the_json_of_a_state_and_an_outcome_has_every_field() -> None:
+    dropped = (DroppedDraw(QUEUE[1], "too long", 4),)
+    state = dataclasses.replace(
+        after_step(STATE), dropped=dropped, ladder_memory={"steps": [1]}, pause_at=3
+    )
+    step = dataclasses.replace(record(1), flat_draws=(QUEUE[1].draw,))
+    text = state_to_json(state)
+    assert text == json.dumps({**dataclasses.asdict(state), "layout_version": LAYOUT_VERSION})
+    assert state_from_json(text) == state
+    whole = json.loads(outcome_to_json(StepOutcome(step.draws, state, step)))
+    assert whole["next_state"] == text
+    kind = {"round_kind": step.round_kind.value}
+    assert whole["record"] == json.dumps({**dataclasses.asdict(step), **kind})
+    assert outcome_from_json(json.dumps(whole)) == StepOutcome(step.draws, state, step)
