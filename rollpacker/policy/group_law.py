@@ -17,7 +17,11 @@ from itertools import pairwise
 
 _GRID = 40  # points of the integral over tokens
 # Shares of the groups at which bins meet: finer towards the longest, which cost the most.
-_EDGES = (*(0.03 * n for n in range(30)), *(0.9 + 0.1 * n / 30 for n in range(31)))
+_EDGES = (
+    *(0.03 * n for n in range(20)),
+    *(0.6 + 0.01 * n for n in range(30)),
+    *(0.9 + 0.1 * n / 30 for n in range(31)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class Bin:
     """Groups of neighbouring longest responses."""
 
     mass: float  # share of all groups
-    key: float  # longest response, in tokens
+    first_key: float  # longest response of the first of them, in tokens
+    last_key: float  # of the last of them
     tokens: float  # mean of a group
     fresh_tokens: float  # mean of a group of the same prompts that is drawn afresh
 
@@ -65,7 +70,9 @@ class GroupLaw:
         ]
         self._tokens = _behind([float(sum(row)) for row in rows], weights)
         self._fresh = _Fresh(rows, weights)
-        self.bins = tuple(self._bin(low, high) for low, high in pairwise(_EDGES))
+        ends = sum(key < cap for key in self.keys)  # groups that end by themselves
+        self._edges = _with(_EDGES, self.upto[ends])
+        self.bins = tuple(self._bin(low, high) for low, high in pairwise(self._edges))
         # For each point of the grid, by bin: responses with more tokens, and mean of the square.
         self.alive = [self._by_bin(_behind(row, weights)) for row in counts]
         self.alive_squared = [
@@ -73,16 +80,16 @@ class GroupLaw:
         ]
 
     def _bin(self, low: float, high: float) -> Bin:
-        middle = (low + high) / 2.0
         return Bin(
             high - low,
-            self.key_at(middle),
+            self.key_at(low + 1e-9),
+            self.key_at(high),
             self.tokens(low, high),
             self._fresh.tokens(low, high),
         )
 
     def _by_bin(self, sums: list[float]) -> tuple[float, ...]:
-        return tuple(self._between(sums, low, high) for low, high in pairwise(_EDGES))
+        return tuple(self._between(sums, low, high) for low, high in pairwise(self._edges))
 
     def key_at(self, share: float) -> float:
         """Longest response of the group at this share, in tokens."""
@@ -104,6 +111,13 @@ class GroupLaw:
         part = (share - self.upto[place]) / width if width > 0 else 0.0
         total = sums[place] + (sums[place + 1] - sums[place]) * part
         return total / max(1e-12, 1.0 - share)
+
+
+def _with(edges: Sequence[float], share: float) -> tuple[float, ...]:
+    """With one more edge, unless there is one within a group."""
+    if not 0.0 < share < 1.0 or min(abs(share - edge) for edge in edges) < 1e-4:
+        return tuple(edges)
+    return tuple(sorted((*edges, share)))
 
 
 def effective_size(weights: Sequence[float]) -> float:

@@ -20,17 +20,21 @@ round of another size than the one before it waits for the engines to be resized
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
 from operator import mul
 from statistics import NormalDist, fmean, median
 
 from rollpacker.policy.group_law import GroupLaw
 from rollpacker.policy.ladder_ages import Ages, level_ages, level_changes
 
-_CASES = tuple((n + 0.5) / 8 for n in range(8))  # equally likely, of what varies between rounds
+# Standard normal numbers, equally likely cases of what varies between rounds. Where a level keeps
+# about as many groups as end by themselves, a case is a whole round to the cap: so many of them.
+_CASES = tuple(NormalDist().inv_cdf((n + 0.5) / 32) for n in range(32))
 
 
 def _always(age: float) -> float:  # noqa: ARG001
@@ -103,27 +107,29 @@ class LevelRound:
     rate: float  # of the run's rounds
     factor: float  # eta; 1: nobody loses
     oldest: float  # steps, the greatest age of what it launches
-    pool: list[float]  # of what it launches: the share of each bin of the law
+    pool: tuple[float, ...]  # of what it launches: the share of each bin of the law
     start: float  # tokens that come from drafts
-    ends: list[float]  # tokens of the longest response that it needs, equally likely cases
+    ends: tuple[float, ...]  # tokens of the longest response that it needs, equally likely cases
 
     def seconds(self, rules: PlannerRules, engine: EngineMeasure, law: GroupLaw) -> float:
         """Of its rollout, on average."""
-        return fmean(_round_seconds(rules, engine, law, self))
+        groups = self.factor * rules.prompts_per_step / engine.replicas
+        profile = _profile(engine, law, groups, self.pool, self.start)
+        return fmean(_between(law.grid, profile, end) for end in self.ends)
 
 
 def level_rounds(
-    rules: PlannerRules, law: GroupLaw, factors: tuple[float, ...], caution: float = 0.0
+    rules: PlannerRules, law: GroupLaw, factors: tuple[float, ...]
 ) -> list[LevelRound]:
-    """The rounds of each level, 0 first; `caution` as in `forecast`."""
+    """The rounds of each level, 0 first."""
     rates = [1.0]  # rounds of each level per level-0 round
     for level, factor in enumerate(factors):
         launched = factors[level + 1] if level + 1 < len(factors) else 1.0
         rates.append(rates[-1] * (factor - 1.0) / launched)
     total = sum(rates)
-    pool = first = [item.mass for item in law.bins]  # `first`: of these, as at the first launch
+    pool = first = tuple(item.mass for item in law.bins)  # `first`: of these, as at the first launch
     found: list[LevelRound] = []
-    kept, reached, behind = 1.0, 0.0, law.size
+    kept, reached, behind = 1.0, 0.0, 1.0
     all_ages = level_ages(factors, rules.prompts_per_step)
     for rate, factor, ages in zip(rates, (*factors, 1.0), all_ages, strict=True):
         if found:
@@ -131,7 +137,7 @@ def level_rounds(
             same = min(1.0, kept / before) if before > 0.0 else 0.0
             pool, first = _again(law, pool, first, 1.0 / found[-1].factor, same)
             behind *= 1.0 - 1.0 / found[-1].factor
-        ends = _ends(rules, law, pool, factor, caution / math.sqrt(behind))
+        ends = _ends(rules, law, pool, factor, behind)
         start = _mean(rules.acceptance, ages) * reached
         found.append(LevelRound(rate / total, factor, max(ages), pool, start, ends))
         reached = median(ends)
@@ -143,16 +149,14 @@ def forecast(
     engines: Mapping[int, EngineMeasure],
     law: GroupLaw,
     factors: tuple[float, ...],
-    caution: float = 0.0,
     sizes: tuple[int, ...] = (),
 ) -> Forecast:
     """What a ladder of these factors is expected to do.
 
     `engines`: the same devices at each tensor-parallel size that is to be had. `sizes`: those of
-    the levels; empty: the best ones. `caution`: standard errors by which each level has more long
-    groups than were observed.
+    the levels; empty: the best ones.
     """
-    rounds = level_rounds(rules, law, factors, caution)
+    rounds = level_rounds(rules, law, factors)
     seconds = [  # of each level, by size
         {
             size: item.rate * item.seconds(rules, engine, law)
@@ -237,82 +241,90 @@ def _mean_tokens(law: GroupLaw, pool: list[float]) -> float:
     return total / sum(pool)
 
 
-def _round_seconds(
-    rules: PlannerRules, engine: EngineMeasure, law: GroupLaw, level: LevelRound
+@lru_cache(maxsize=512)  # ladders that begin alike share their first rounds
+def _profile(
+    engine: EngineMeasure, law: GroupLaw, groups: float, pool: tuple[float, ...], start: float
 ) -> list[float]:
-    """Until the groups that it keeps have their longest response, in each case."""
-    groups = level.factor * rules.prompts_per_step / engine.replicas
-    # The fullest replica ends the round; groups are spread evenly, long responses are not.
-    fullest = _expected_maximum(engine.replicas)
-    running = []  # behind each point of the grid
+    """Seconds until all that still runs has as many tokens as each point of the grid, on average.
+
+    `groups`: of a replica. The fullest replica ends a round; groups are spread evenly over them,
+    long responses are not: how many of them it has varies from round to round.
+    """
+    running = []  # mean of a replica, and standard deviation, behind each point of the grid
     for by_bin, squared_by_bin in zip(law.alive, law.alive_squared, strict=True):
-        alive = sum(map(mul, level.pool, by_bin))
-        squared = sum(map(mul, level.pool, squared_by_bin))
-        spread = math.sqrt(groups * max(0.0, squared - alive**2))
-        running.append(groups * alive + fullest * spread)
-    seconds = {
-        end: _replica_seconds(engine, law.grid, running, level.start, end)
-        for end in set(level.ends)
-    }
-    return [seconds[end] for end in level.ends]
+        alive = sum(map(mul, pool, by_bin))
+        squared = sum(map(mul, pool, squared_by_bin))
+        running.append((groups * alive, math.sqrt(groups * max(0.0, squared - alive**2))))
+    cases = [
+        _replica_seconds(engine, law.grid, [m + full * d for m, d in running], start)
+        for full in _fullest(engine.replicas)
+    ]
+    return [fmean(seconds) for seconds in zip(*cases, strict=True)]
 
 
 def _replica_seconds(
-    engine: EngineMeasure, grid: Sequence[float], running: list[float], start: float, end: float
-) -> float:
-    """From `start` to `end` tokens, with so many responses running between points of the grid.
+    engine: EngineMeasure, grid: Sequence[float], running: list[float], start: float
+) -> list[float]:
+    """From `start` to each point of the grid, with so many responses running behind each.
 
     What does not fit the KV cache waits, and makes its tokens up when there is room. Where there is
     none before the end, as with responses that never stop, the others end first.
     """
-    seconds, late = 0.0, 0.0
+    seconds, late, found = 0.0, 0.0, [0.0]
     for (first, last), count in zip(pairwise(grid), running, strict=True):
-        made = min(last, end) - max(first, start)
-        if made <= 0.0:
-            continue
-        tokens = engine.prompt_tokens + (min(last, end) + max(first, start)) / 2.0
-        fits = max(1.0, engine.kv_capacity / tokens)
-        fitting = min(count, fits)
-        seconds += made * engine.step_seconds(fitting, fitting * tokens)
-        if count <= fits:
-            late = 0.0  # there was room before the end
-            continue
-        waiting, waves = min(count - fits, fits), math.ceil(count / fits) - 1
-        late += made * waves * engine.step_seconds(waiting, waiting * tokens)
-    return seconds + late
+        made = last - max(first, start)
+        if made > 0.0:
+            tokens = engine.prompt_tokens + (last + max(first, start)) / 2.0
+            fits = max(1.0, engine.kv_capacity / tokens)
+            fitting = min(count, fits)
+            seconds += made * engine.step_seconds(fitting, fitting * tokens)
+            if count <= fits:
+                late = 0.0  # there was room before the end
+            else:
+                waiting, waves = min(count - fits, fits), math.ceil(count / fits) - 1
+                late += made * waves * engine.step_seconds(waiting, waiting * tokens)
+        found.append(seconds + late)
+    return found
 
 
-def _expected_maximum(count: int) -> float:
-    """Of so many standard normal numbers (Blom)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+@lru_cache(maxsize=64)
+def _fullest(count: int) -> tuple[float, ...]:
+    """The greatest of so many standard normal numbers, in equally likely cases."""
+    return tuple(NormalDist().inv_cdf(((n + 0.5) / 8) ** (1.0 / count)) for n in range(8))
 
 
-def _key_at(law: GroupLaw, pool: list[float], share: float) -> float:
-    """Longest response of the group at this share of a pool, in tokens."""
-    for mass, item in zip(pool, law.bins, strict=True):
-        share -= mass
-        if share <= 1e-12:
-            return item.key
-    return law.bins[-1].key
+def _between(points: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Read between points, linearly."""
+    place = min(max(bisect.bisect_right(points, at) - 1, 0), len(points) - 2)
+    width = points[place + 1] - points[place]
+    part = min(1.0, (at - points[place]) / width) if width > 0.0 else 0.0
+    return values[place] + (values[place + 1] - values[place]) * part
 
 
 def _ends(
-    rules: PlannerRules, law: GroupLaw, pool: list[float], factor: float, doubt: float
-) -> list[float]:
+    rules: PlannerRules, law: GroupLaw, pool: Sequence[float], factor: float, behind: float
+) -> tuple[float, ...]:
     """Longest needed response of a round, in tokens, in each of the equally likely cases.
 
     The share of the launched groups that are short varies from round to round, and is known from
-    the observed groups only, as well as `doubt` says (in standard deviations of one group). Where
-    it matters most, at the edge of those that never stop, its mean says little.
+    the observed groups only. Where it matters most, at the edge of those that never stop, its mean
+    says little. What a level launches are all long groups of more draws: a share `behind`.
     """
     launched = factor * rules.prompts_per_step
     if factor <= 1.0:  # the longest of P0: 1 - share is about exponential
-        shares = [1.0 + math.log(1.0 - case) / launched for case in reversed(_CASES)]
+        shares = [1.0 + math.log(NormalDist().cdf(case)) / launched for case in _CASES]
     else:
-        kept = 1.0 / factor
-        deviation = math.sqrt(kept * (1.0 - kept))
-        shares = [
-            kept + deviation * (doubt + NormalDist().inv_cdf(case) / math.sqrt(launched))
-            for case in _CASES
-        ]
-    return [_key_at(law, pool, min(1.0, max(0.0, share))) for share in shares]
+        long_ = 1.0 - 1.0 / factor
+        varies = long_ * (1.0 - behind * long_)  # times 1 / draws
+        deviation = math.sqrt(varies * (1.0 / launched + 1.0 / (behind * law.size)))
+        shares = [1.0 - long_ + deviation * case for case in _CASES]
+    upto = [0.0, *accumulate(pool)]
+    return tuple(_key_at(law, upto, share) for share in shares)
+
+
+def _key_at(law: GroupLaw, upto: Sequence[float], share: float) -> float:
+    """Longest response of the group at this share of a pool, in tokens; `upto`: its bins' ends."""
+    place = min(max(bisect.bisect_left(upto, share) - 1, 0), len(law.bins) - 1)
+    item, mass = law.bins[place], upto[place + 1] - upto[place]
+    part = min(1.0, max(0.0, share - upto[place]) / mass) if mass > 0.0 else 1.0
+    return item.first_key + (item.last_key - item.first_key) * part

@@ -40,9 +40,9 @@ from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.types import DeferredDraw, DrawId
 
-EVERY_STEPS = 4  # between two choices
 STEPS_SEEN = 8  # whose seconds count for what no ladder changes
-_FIRST_STEP = 2  # nothing is known before
+_EARLY_STEPS = 32  # little is known, and a choice is made often
+_EVERY_STEPS, _LATER_EVERY = 4, 8  # between two choices
 _GROUPS = 4000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
@@ -141,7 +141,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
 
 def is_due(step: int) -> bool:
     """Whether the ladder is chosen anew before this step."""
-    return step >= _FIRST_STEP and step % EVERY_STEPS == 0
+    return step > 0 and step % (_EVERY_STEPS if step <= _EARLY_STEPS else _LATER_EVERY) == 0
 
 
 def next_ladder(

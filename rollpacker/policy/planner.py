@@ -21,7 +21,6 @@ from itertools import product
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 from rollpacker.policy.ladder_forecast import EngineMeasure, Forecast, PlannerRules, forecast
 
-_CAUTION = 0.5  # standard errors against every other ladder than the present one
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
 _ALONE = (4 / 3,)  # of a single level: its rounds leave nothing waiting, so draws stay young
 
@@ -60,10 +59,7 @@ def choose_ladder(
             f"keeps {name}: the longest group that was seen whole stands for"
             f" {law.stand_in:.0f}, so the tail is a guess",
         )
-    others = [
-        forecast(rules, engines, law, factors, 0.0 if factors == present else _CAUTION)
-        for factors in _candidates(rules)
-    ]
+    others = [forecast(rules, engines, law, factors) for factors in _candidates(rules)]
     allowed = [other for other in others if _allowed(rules, other)]
     best = max(allowed, key=lambda item: item.tokens_per_second)
     gain = _gain(now, best)

@@ -70,7 +70,7 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(65536, 0.8, 1.0, MIX, 15),
         RegretScenario(65536, 0.6, 2.0, "code", 16),
     ),
-    "fresh": (
+    "held_out_2": (
         RegretScenario(8192, 0.4, 1.0, "math", 21),
         RegretScenario(8192, 0.7, 1.0, MIX, 22),
         RegretScenario(16384, 0.4, 1.0, MIX, 23),
@@ -79,6 +79,20 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(32768, 0.7, 1.0, "math", 26),
         RegretScenario(65536, 0.4, 1.0, "code", 27),
         RegretScenario(65536, 0.7, 1.0, MIX, 28),
+    ),
+    "fresh": (
+        RegretScenario(12288, 0.35, 1.0, MIX, 51),
+        RegretScenario(12288, 0.5, 1.0, "code", 52),
+        RegretScenario(12288, 0.65, 1.0, "math", 53),
+        RegretScenario(12288, 0.85, 1.0, MIX, 54),
+        RegretScenario(24576, 0.35, 1.0, "code", 55),
+        RegretScenario(24576, 0.45, 1.0, MIX, 56),
+        RegretScenario(24576, 0.65, 2.0, MIX, 57),
+        RegretScenario(24576, 0.75, 1.0, "math", 58),
+        RegretScenario(49152, 0.35, 1.0, MIX, 59),
+        RegretScenario(49152, 0.5, 1.0, "code", 60),
+        RegretScenario(49152, 0.65, 1.0, MIX, 61),
+        RegretScenario(49152, 0.85, 1.0, "math", 62),
     ),
     "growing": (RegretScenario(16384, 0.6, 2.0), RegretScenario(32768, 0.3, 2.0)),
 }
