@@ -2,7 +2,8 @@
 
 Groups that were cut off when they were deferred give their weight to the longer ones (Kaplan-Meier,
 by redistribution to the right). The law is read at shares of the groups, in order of their longest
-response, and in bins of neighbouring groups, which the planner moves between levels. The longest
+response, and in bins of neighbouring groups, which the planner moves between levels. No bin holds
+both groups that end by themselves and groups that meet the cap. The longest
 complete group stands for `stand_in` groups, itself and those that were cut off. Where these are
 many, the tail is a guess.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _GRID = 40  # points of the integral over tokens
-# Shares of the groups at which bins meet: finer towards the longest, which cost the most.
+# Shares of the groups at which bins meet: finer where levels cut, and towards the longest.
 _EDGES = (
     *(0.03 * n for n in range(20)),
     *(0.6 + 0.01 * n for n in range(30)),
@@ -70,8 +71,8 @@ class GroupLaw:
         ]
         self._tokens = _behind([float(sum(row)) for row in rows], weights)
         self._fresh = _Fresh(rows, weights)
-        ends = sum(key < cap for key in self.keys)  # groups that end by themselves
-        self._edges = _with(_EDGES, self.upto[ends])
+        by_themselves = sum(key < cap for key in self.keys)  # groups that end before the cap
+        self._edges = _with(_EDGES, self.upto[by_themselves])
         self.bins = tuple(self._bin(low, high) for low, high in pairwise(self._edges))
         # For each point of the grid, by bin: responses with more tokens, and mean of the square.
         self.alive = [self._by_bin(_behind(row, weights)) for row in counts]
@@ -114,8 +115,8 @@ class GroupLaw:
 
 
 def _with(edges: Sequence[float], share: float) -> tuple[float, ...]:
-    """With one more edge, unless there is one within a group."""
-    if not 0.0 < share < 1.0 or min(abs(share - edge) for edge in edges) < 1e-4:
+    """With one more edge, unless there is one that near that no group is between them."""
+    if min(abs(share - edge) for edge in edges) < 1e-4:
         return tuple(edges)
     return tuple(sorted((*edges, share)))
 

@@ -36,6 +36,8 @@ from rollpacker.policy.ladder_ages import Ages, level_ages, level_changes
 # about as many groups as end by themselves, a case is a whole round to the cap: so many of them.
 _CASES = tuple(NormalDist().inv_cdf((n + 0.5) / 32) for n in range(32))
 
+Pool = tuple[float, ...]  # what a level launches: the share of each bin of the law
+
 
 def _always(age: float) -> float:  # noqa: ARG001
     return 1.0
@@ -107,7 +109,7 @@ class LevelRound:
     rate: float  # of the run's rounds
     factor: float  # eta; 1: nobody loses
     oldest: float  # steps, the greatest age of what it launches
-    pool: tuple[float, ...]  # of what it launches: the share of each bin of the law
+    pool: Pool
     start: float  # tokens that come from drafts
     ends: tuple[float, ...]  # tokens of the longest response that it needs, equally likely cases
 
@@ -127,9 +129,10 @@ def level_rounds(
         launched = factors[level + 1] if level + 1 < len(factors) else 1.0
         rates.append(rates[-1] * (factor - 1.0) / launched)
     total = sum(rates)
-    pool = first = tuple(item.mass for item in law.bins)  # `first`: of these, as at the first launch
+    pool = tuple(item.mass for item in law.bins)
+    first = pool  # of these, as at the first launch
     found: list[LevelRound] = []
-    kept, reached, behind = 1.0, 0.0, 1.0
+    kept, reached, behind = 1.0, 0.0, 1.0  # `behind`: of all groups, those that get there
     all_ages = level_ages(factors, rules.prompts_per_step)
     for rate, factor, ages in zip(rates, (*factors, 1.0), all_ages, strict=True):
         if found:
@@ -189,7 +192,7 @@ def forecast(
     )
 
 
-def _race(pool: list[float], share: float) -> tuple[list[float], list[float]]:
+def _race(pool: Pool, share: float) -> tuple[Pool, Pool]:
     """The shortest `share` of a pool, and the rest."""
     kept, lost = [], []
     for mass in pool:
@@ -197,16 +200,14 @@ def _race(pool: list[float], share: float) -> tuple[list[float], list[float]]:
         share -= won
         kept.append(won)
         lost.append(mass - won)
-    return kept, lost
+    return tuple(kept), tuple(lost)
 
 
 def _mean(of_age: Callable[[float], float], ages: Ages) -> float:
     return sum(share * of_age(age) for age, share in ages.items())
 
 
-def _again(
-    law: GroupLaw, pool: list[float], first: list[float], kept: float, same: float
-) -> tuple[list[float], list[float]]:
+def _again(law: GroupLaw, pool: Pool, first: Pool, kept: float, same: float) -> tuple[Pool, Pool]:
     """What the losers of a pool are when they are launched again, and what of it is as at first.
 
     Of what came out as at the first launch (`first`), the share `same` does so again; the others
@@ -214,20 +215,20 @@ def _again(
     """
     lost = _race(pool, kept)[1]
     total = sum(lost)
-    first = [
+    first = tuple(
         same * part * mass / (all_ * total) if all_ else 0.0
         for part, mass, all_ in zip(first, lost, pool, strict=True)
-    ]
+    )
     fresh = 1.0 - sum(first)
     prompt = _prompt_share(law, lost)
-    again = [
+    again = tuple(
         part + fresh * (prompt * mass / total + (1.0 - prompt) * item.mass)
         for part, mass, item in zip(first, lost, law.bins, strict=True)
-    ]
+    )
     return again, first
 
 
-def _prompt_share(law: GroupLaw, lost: list[float]) -> float:
+def _prompt_share(law: GroupLaw, lost: Pool) -> float:
     """How much of a pool's distance from the mean its prompts keep when they are drawn afresh."""
     mean = law.tokens(0.0, 1.0)
     distance = _mean_tokens(law, lost) - mean
@@ -236,14 +237,14 @@ def _prompt_share(law: GroupLaw, lost: list[float]) -> float:
     return min(1.0, max(0.0, kept / distance)) if distance > 0.0 else 0.0
 
 
-def _mean_tokens(law: GroupLaw, pool: list[float]) -> float:
+def _mean_tokens(law: GroupLaw, pool: Pool) -> float:
     total = sum(mass * item.tokens for mass, item in zip(pool, law.bins, strict=True))
     return total / sum(pool)
 
 
 @lru_cache(maxsize=512)  # ladders that begin alike share their first rounds
 def _profile(
-    engine: EngineMeasure, law: GroupLaw, groups: float, pool: tuple[float, ...], start: float
+    engine: EngineMeasure, law: GroupLaw, groups: float, pool: Pool, start: float
 ) -> list[float]:
     """Seconds until all that still runs has as many tokens as each point of the grid, on average.
 
@@ -302,7 +303,7 @@ def _between(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def _ends(
-    rules: PlannerRules, law: GroupLaw, pool: Sequence[float], factor: float, behind: float
+    rules: PlannerRules, law: GroupLaw, pool: Pool, factor: float, behind: float
 ) -> tuple[float, ...]:
     """Longest needed response of a round, in tokens, in each of the equally likely cases.
 

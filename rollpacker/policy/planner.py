@@ -1,13 +1,11 @@
 """Which ladder the next rounds climb, and how large an engine is at each level.
 
 Chosen of all ladders of the usual factors, each with the best tensor-parallel sizes that are to be
-had, is the one with the most trained tokens per second among
-those whose oldest draw fits `max_deferral_age` and whose trained mean length stays within
-`length_tolerance` of the uncensored one (`ladder_forecast` says what to expect of each). A change
-must pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed
-itself. While the tail is a guess, only that is a reason: a guess is too short, so it errs towards
-deferring less. What is not known well counts against a change too: of many candidates, the one that
-looks best is often one whose edge of never-ending responses looks luckiest.
+had, is the one with the most trained tokens per second among those whose oldest draw fits
+`max_deferral_age` and whose trained mean length stays within `length_tolerance` of the uncensored
+one (`ladder_forecast` says what to expect of each, doubt included). A change must pay: the present
+ladder stays unless another is better by `min_gain`, or it is not allowed itself. While the tail is
+a guess, only that is a reason: a guess is too short, so it errs towards deferring less.
 
 What never happens: a choice from anything but the arguments; a factor outside (1, 2].
 """

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollpacker.policy.advantages import GROUP_RELATIVE, AdvantageRules
@@ -92,31 +92,6 @@ class TailBatchingRules:
         if kind is not RoundKind.SHORT:
             return self.responses_per_prompt
         return math.ceil(round(self.response_speculation_factor * self.responses_per_prompt, 9))
-
-
-def levels_between(before: Sequence[float], after: Sequence[float]) -> tuple[int, ...]:
-    """Where the draws of each level of a ladder, 0 first, wait in another one.
-
-    A level holds the groups that a share of all groups is shorter than. Each goes to the level
-    whose share is nearest: those who have lost the most races by far must not be raced again.
-    """
-    if not after:
-        return tuple(range(len(before) + 1))
-    of_new = list(_behind(after))
-    nearest = [
-        min(range(1, len(of_new)), key=lambda level: abs(math.log(of_new[level] / share)))
-        for share in _behind(before)
-    ]
-    return (0, *nearest[1:])
-
-
-def _behind(factors: Sequence[float]) -> Iterator[float]:
-    """The share of all groups that reaches each level, 0 first."""
-    share = 1.0
-    yield share
-    for factor in factors:
-        share *= 1.0 - 1.0 / factor
-        yield share
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--steps", type=int, default=40)
     search.add_argument("--seeds", type=int, default=1, help="runs of each, with other lengths")
     regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
-    regret.add_argument("--steps", type=int, default=48)
+    regret.add_argument("--steps", type=int, default=160)
     regret.add_argument("--set", choices=tuple(SETS), default="known", help="of scenarios")
     sizes = _command(commands, "sizes", _sizes, "a tensor-parallel size for each level")
     sizes.add_argument("--steps", type=int, default=32)

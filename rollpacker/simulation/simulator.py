@@ -18,13 +18,7 @@ from dataclasses import dataclass
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import (
-    Backlog,
-    RoundPlan,
-    TailBatchingRules,
-    levels_between,
-    plan,
-)
+from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
 from rollpacker.simulation.bubbles import BubbleDraft, begin
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
@@ -135,23 +129,9 @@ class Simulator:
         waits = not wanted.levels and bool(self._queue)
         self._wanted = wanted
         if not waits:
-            self._queue = self._climbing(wanted)
             self.rules = wanted
+            self._queue = self._within_levels(self._queue)
         return waits
-
-    def _climbing(self, wanted: TailBatchingRules) -> tuple[DeferredDraw, ...]:
-        """The queue under another ladder."""
-        before, after = self.rules.speculation_factors, wanted.speculation_factors
-        if before == after:
-            return self._queue
-        levels = levels_between(before, after)
-        moved = [
-            dataclasses.replace(
-                item, draw=dataclasses.replace(item.draw, level=levels[item.draw.level])
-            )
-            for item in self._queue
-        ]
-        return self._within_levels(sorted(moved, key=lambda item: item.draw.first_step))
 
     def _step(self, planned: RoundPlan) -> StepTrace:
         start = self.now

@@ -175,5 +175,6 @@ def test_a_policy_that_says_nothing_any_more_keeps_its_run_going() -> None:
     assert len(next_ladder(RULES, memory, 24, [1.0], (1.5,)).factors) <= 3
 
 
-def test_a_ladder_is_chosen_every_few_steps() -> None:
-    assert [step for step in range(17) if is_due(step)] == [4, 8, 12, 16]
+def test_a_ladder_is_chosen_every_few_steps_and_less_often_once_much_is_known() -> None:
+    due = [step for step in range(57) if is_due(step)]
+    assert due == [4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56]

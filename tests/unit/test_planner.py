@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast
+from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast, level_rounds
 from rollpacker.policy.planner import LadderChoice, choose_ladder
 
 RULES = PlannerRules(16, 4, 8192)
@@ -223,3 +223,26 @@ def test_a_fresh_group_of_the_same_prompts_is_between_the_old_one_and_any() -> N
     assert sum(item.mass * item.fresh_tokens for item in law.bins) == pytest.approx(
         law.tokens(0.0, 1.0), rel=1e-6
     )
+
+
+def third_level_seconds(count: int, never: float) -> float:
+    """Of a round that keeps seven eighths of all groups, where a share `never` meets the cap."""
+    rng = random.Random(0)
+    longest = [8192 if n < never * count else rng.randint(100, 500) for n in range(count)]
+    seen = [ObservedGroup((min(top, 300), min(top, 200), top), complete=True) for top in longest]
+    rules, law = replace(RULES, prompts_per_step=128), GroupLaw(seen, 8192)
+    return level_rounds(rules, law, (2.0, 2.0, 2.0))[2].seconds(rules, ENGINE, law)
+
+
+def test_at_the_edge_of_the_groups_that_meet_the_cap_a_forecast_rises_without_jumps() -> None:
+    """Else a ladder is taken or left for a few groups more or less among those that were seen."""
+    shares = [0.1 + 0.005 * n for n in range(11)]
+    seconds = [third_level_seconds(1000, share) for share in shares]
+    rises = [after - before for before, after in pairwise(seconds)]
+    assert seconds[-1] > 3 * seconds[0]
+    assert all(0.0 < rise < 0.2 * (seconds[-1] - seconds[0]) for rise in rises)
+
+
+def test_what_is_known_of_few_groups_may_meet_the_cap_more_often_than_they_did() -> None:
+    few, many = (third_level_seconds(count, 0.1) for count in (250, 4000))
+    assert few > 1.3 * many
