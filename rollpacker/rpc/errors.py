@@ -50,7 +50,8 @@ class ServiceError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
-        fields = "".join(f"; {name}: {what}" for name, what in self.violations)
+        untold = [(name, what) for name, what in self.violations if what not in self.message]
+        fields = "".join(f"; {name}: {what}" for name, what in untold)
         return f"{self.message} [{self.code.name} {self.reason}]{fields}"
 
 
