@@ -131,6 +131,9 @@ class FakeCoordinator(pb_grpc.CoordinatorServiceServicer):
         self, request: pb.AddPromptsRequest, context: Any
     ) -> pb.AddPromptsResponse:
         run = self._find(request.run_id)
+        for index, row in enumerate(request.rows):
+            if "prompt_id" not in row:
+                raise errors.InvalidArgumentError.field(f"rows[{index}].prompt_id", "is missing")
         run.added_prompt_count += len(request.rows)
         return pb.AddPromptsResponse(added_count=len(request.rows))
 

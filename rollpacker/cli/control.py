@@ -14,6 +14,7 @@ from rollpacker.cli import run_view
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
 from rollpacker.cli.failures import WRONG_INPUT, CommandError, told_in_one_line
 from rollpacker.cli.reports import LARGEST, RunId, ask
+from rollpacker.rpc.errors import InvalidArgumentError
 from rollpacker.settings import SettingsError
 from rollpacker.types import DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
@@ -21,6 +22,7 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 Draws = Annotated[list[str], typer.Argument(metavar="EPOCH:PROMPT", help="As `deferred` lists.")]
 _ROWS_PER_CALL = 500
 _WHOLE = 1 << 53  # a double holds every integer below it
+_ROW_FIELD = re.compile(r"rows\[(\d+)\](.*)")
 _EPOCH = re.compile(r"[0-9]{1,9}")
 
 
@@ -103,7 +105,11 @@ def add(
     async def work(server: Coordinator) -> None:
         added = known = 0
         for first in range(0, len(values), _ROWS_PER_CALL):
-            answer = await server.add_prompts(run_id, values[first : first + _ROWS_PER_CALL])
+            try:
+                answer = await server.add_prompts(run_id, values[first : first + _ROWS_PER_CALL])
+            except InvalidArgumentError as error:
+                before = f"; of the {first} rows before, {added} were added" if first else ""
+                raise CommandError(_in_file(error, rows, first) + before, WRONG_INPUT) from error
             added, known = added + answer.added_count, known + answer.known_count
         print(f"{run_id}: {added} prompts added, {known} known already")
 
@@ -175,12 +181,37 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file. Raises CommandError."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line, parse_int=_row_integer) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise CommandError(f"{path} cannot be read as JSONL: {error}", WRONG_INPUT) from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise CommandError(f"{path} holds no rows, or one that is no object", WRONG_INPUT)
+    rows = [
+        _row(f"{path}, line {number}", line)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not rows:
+        raise CommandError(f"{path} holds no rows; write one object per line", WRONG_INPUT)
     return rows
+
+
+def _row(place: str, line: str) -> dict[str, Any]:
+    """Raises CommandError."""
+    try:
+        row = json.loads(line, parse_int=_row_integer)
+    except ValueError as error:
+        raise CommandError(f"{place}: cannot be read as JSON: {error}", WRONG_INPUT) from error
+    if not isinstance(row, dict):
+        raise CommandError(f"{place}: is no object; write one object per line", WRONG_INPUT)
+    return row
+
+
+def _in_file(error: InvalidArgumentError, path: Path, first: int) -> str:
+    """What is wrong with rows that were sent, the first of them number `first` of the file."""
+    problems = []
+    for field, what in error.violations:
+        place = _ROW_FIELD.fullmatch(field)
+        row = f"{path}, row {first + int(place[1]) + 1}{place[2]}" if place else field
+        problems.append(f"{row}: {what}")
+    return "\n".join(problems) or error.message
 
 
 def _row_integer(text: str) -> int:

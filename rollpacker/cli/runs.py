@@ -57,6 +57,9 @@ def submit(
         started = await server.start_run(name, settings, queue=queue, until_step=until_step)
         line = run_view.run_line(started)
         print(line, flush=True)
+        if until_step and not pauses_at(started, until_step):
+            said = f"note: run {name} was under way, so --until-step {until_step} changes nothing;"
+            typer.echo(f"{said} `rollpacker resume {name} --steps N` lets it pause", err=True)
         if watch:
             await follow_to_end(server, name, told=line, to_pause=until_step > 0)
 
@@ -130,6 +133,12 @@ async def follow_to_end(
     if ended.state == pb.Run.STATE_FAILED:
         raise CommandError(f"run {run_id} failed: {ended.failure}", WORK_FAILED)
     print(f"outputs: {ended.run_directory}")
+
+
+def pauses_at(run: pb.Run, step: int) -> bool:
+    """Whether a run that was just started comes to a halt at this step, if not before."""
+    is_there = run.state == pb.Run.STATE_PAUSED and run.step >= step
+    return is_there or run.pause_at_step == step or run.state in run_view.ENDED
 
 
 def default_run_id(config: Path) -> str:

@@ -82,7 +82,7 @@ class PromptSource:
                 )
             except DataError as error:
                 field = f"rows[{index}].{error.field}".removesuffix(".")
-                raise InvalidArgumentError.field(field, str(error)) from error
+                raise InvalidArgumentError.field(field, error.problem) from error
             if self._in_data_set(prompt.prompt_id):
                 raise InvalidArgumentError.field(
                     f"rows[{index}].prompt_id",

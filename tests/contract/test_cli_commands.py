@@ -155,6 +155,33 @@ def test_a_submit_that_watches_ends_where_until_step_pauses_the_run(
         assert out.endswith("run halted is paused at step 2; `rollpacker resume halted` goes on")
 
 
+def test_a_submit_says_that_until_step_changes_nothing_of_a_run_that_is_under_way(
+    coordinator: str, config: Path
+) -> None:
+    arguments = ("submit", config, "--run-id", "under-way")
+    assert invoke(coordinator, *arguments)[0] == 0
+    status, _, err = invoke(coordinator, *arguments, "--until-step", 2)
+    assert status == 0
+    assert "--until-step 2 changes nothing" in err
+
+
+def test_rows_that_cannot_be_added_are_named_by_their_place_in_the_file(
+    coordinator: str, config: Path, tmp_path: Path
+) -> None:
+    assert invoke(coordinator, "submit", config, "--run-id", "added-to")[0] == 0
+    rows = [json.dumps({"prompt_id": f"r{i}"}) for i in range(700)]
+    path = tmp_path / "rows.jsonl"
+    for number, line, said in (
+        (699, "{}", f"{path}, row 700.prompt_id: is missing; of the 500 rows before, 500 were"),
+        (600, '{"prompt_id": ', f"{path}, line 601: cannot be read as JSON: "),
+        (600, "7", f"{path}, line 601: is no object"),
+    ):
+        path.write_text("\n".join([*rows[:number], line, *rows[number + 1 :]]))
+        status, _, err = invoke(coordinator, "add", "added-to", path)
+        assert status == 2
+        assert said in err
+
+
 def test_a_run_id_that_is_taken_by_other_settings_is_status_4(
     coordinator: str, config: Path
 ) -> None:
