@@ -204,5 +204,7 @@ class Leader:
             raise self._ending() from error
 
     def _ending(self) -> UnavailableError:
-        """What callers are told: the call may be repeated, to the process that follows."""
-        return UnavailableError("TRAINER_FAILED", f"the trainer is ending: {self._failure}")
+        """What callers are told: the call may be repeated, to the process that follows. Some texts
+        of torch.distributed are whole tracebacks: the last line says what was wrong."""
+        said = str(self._failure).strip().rpartition("\n")[2] or repr(self._failure)
+        return UnavailableError("TRAINER_FAILED", f"the trainer is ending: {said}")

@@ -18,6 +18,7 @@ from rollpacker.rpc.errors import (
     InvalidArgumentError,
     NotFoundError,
     ServiceError,
+    UnavailableError,
 )
 from rollpacker.store import keys
 from rollpacker.store.sample_stream import SampleStream
@@ -655,3 +656,15 @@ async def test_an_orderly_end_lets_the_update_come_to_its_end(model, redis_clien
 
 def _without_times(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith("_seconds")}
+
+
+async def test_a_trainer_that_ends_says_why_in_one_line(redis_client, tmp_path):
+    def fail():
+        raise RuntimeError("ranks: [0]\nTraceback (most recent call last):\nOSError: no space\n")
+
+    async with serving_trainer(redis_client, tmp_path) as served:
+        assert served.leader is not None
+        for _ in range(2):  # the work itself, and whoever comes after it
+            with pytest.raises(UnavailableError) as caught:
+                await served.leader.in_write_thread(fail)
+            assert caught.value.message == "the trainer is ending: OSError: no space"
