@@ -43,7 +43,9 @@ class Manifest:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises BackupError where there is a file already."""
+    """Raises BackupError where there is a file already, or no directory for one."""
+    if not target.parent.is_dir():
+        raise BackupError(f"{target.parent} is no directory; make it, or name another file")
     if os.path.lexists(target):
         raise BackupError(f"{target} exists; name a new file")
 

@@ -108,7 +108,8 @@ def _run(stack: Path, url: str, work: Callable[[Redis], Awaitable[None]]) -> Non
         except BackupError as error:
             raise CommandError(str(error), REFUSED) from error
         except OSError as error:
-            raise CommandError(str(error), WRONG_INPUT) from error
+            place = f"{error.filename}: " if error.filename else ""
+            raise CommandError(f"{place}{error.strerror or error}", WRONG_INPUT) from error
         except RedisError as error:  # its text could hold the password
             message = f"no Redis answers ({type(error).__name__}); is it up? see --redis"
             raise CommandError(message, UNREACHABLE) from error

@@ -303,6 +303,12 @@ def test_the_commands_keep_a_run_and_bring_it_back(
     made = CliRunner().invoke(app, ["backup", RUN, file, *options])
     assert made.exit_code == 0, made.stderr
     assert "run demo, stopped at step 2" in made.stdout
+    nowhere = CliRunner().invoke(app, ["backup", RUN, str(tmp_path / "no" / "a.tar"), *options])
+    said = f"error: {tmp_path / 'no'} is no directory; make it, or name another file\n"
+    assert (nowhere.exit_code, nowhere.stderr) == (4, said)
+    gone = CliRunner().invoke(app, ["restore", str(tmp_path / "b.tar"), *options])
+    said = f"error: {tmp_path / 'b.tar'}: No such file or directory\n"
+    assert (gone.exit_code, gone.stderr) == (2, said)
     refused = CliRunner().invoke(app, ["restore", file, *options])
     assert (refused.exit_code, "--replace" in refused.stderr) == (4, True)
     back = CliRunner().invoke(app, ["restore", file, "--replace", *options])
