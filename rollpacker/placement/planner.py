@@ -107,7 +107,7 @@ def propose(
     if job.sequence_tokens > shape.context_tokens:
         raise PlacementError(
             f"sequence tokens {job.sequence_tokens} exceed the model's context of"
-            f" {shape.context_tokens}; give at most that"
+            f" {shape.context_tokens}; give --sequence-tokens {shape.context_tokens} at most"
         )
     tries = {Placement.SEPARATE: _separate, Placement.COLOCATED: _colocated}
     refusals: list[PlacementError] = []
