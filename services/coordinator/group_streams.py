@@ -218,12 +218,11 @@ class GroupStreams:
         if isinstance(error, ServiceError) and error.code.name in _FINAL:
             self._tell(error)
         elif self._failures[draw] >= _MAX_FAILURES:
-            self._tell(
-                RoundFailedError(
-                    f"draw {draw} failed {_MAX_FAILURES} times, last on {replica_id}: {error};"
-                    " look at the log of that replica"
-                )
-            )
+            what = f"draw {draw} failed {_MAX_FAILURES} times, last on {replica_id}: {error}"
+            remedy = "look at the log of that replica"
+            if isinstance(error, InvalidResponseError):
+                remedy += ", and at trainer/grad_norm: weights that have diverged answer like this"
+            self._tell(RoundFailedError(f"{what}; {remedy}"))
         else:
             _log.warning("draw %s failed on %s and is repeated: %s", draw, replica_id, error)
             self._tell(GroupInterrupted(time.monotonic(), draw, replica_id))

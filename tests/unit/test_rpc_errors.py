@@ -29,6 +29,8 @@ def test_a_short_message_stays_and_a_long_one_keeps_its_beginning_and_its_end() 
 
 
 def test_a_field_that_the_message_names_is_told_once() -> None:
-    assert str(InvalidArgumentError.field("a", "is 1")) == "a: is 1 [INVALID_ARGUMENT INVALID_FIELD]"
+    assert (
+        str(InvalidArgumentError.field("a", "is 1")) == "a: is 1 [INVALID_ARGUMENT INVALID_FIELD]"
+    )
     two = InvalidArgumentError("REASON", "wrong", violations=[("a", "is 1"), ("b", "is 2")])
     assert str(two) == "wrong [INVALID_ARGUMENT REASON]; a: is 1; b: is 2"
