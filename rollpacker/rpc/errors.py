@@ -23,7 +23,10 @@ _DETAILS = "grpc-status-details-bin"
 # A status travels as metadata, of which gRPC takes 8 KiB: with more of it the caller would see
 # RESOURCE_EXHAUSTED in place of the error. Escaped, the message is threefold; all is in base64.
 _MOST_MESSAGE_BYTES = 1200
-_MOST_VIOLATION_BYTES = 1700  # of all together
+_MOST_VIOLATION_BYTES = 1700  # of all together, names and framing included
+_MOST_VIOLATIONS = 20
+_MOST_NAME_BYTES = 60
+_FRAME_BYTES = 8  # of a violation
 _GAP = b" ... "
 
 
@@ -224,10 +227,18 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
 
 
 def _short_violations(violations: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    if sum(len(what.encode(errors="replace")) for _, what in violations) > _MOST_VIOLATION_BYTES:
-        each = _MOST_VIOLATION_BYTES // len(violations)
-        return tuple((name, _short(what, each)) for name, what in violations)
-    return tuple(violations)
+    """As many and as much as fits; where some are left out, the last one says so."""
+    told = [(_short(name, _MOST_NAME_BYTES), what) for name, what in violations]
+    if len(told) > _MOST_VIOLATIONS:
+        told[_MOST_VIOLATIONS - 1 :] = [("...", f"{len(told) - _MOST_VIOLATIONS + 1} more")]
+    room = _MOST_VIOLATION_BYTES - sum(_FRAME_BYTES + _bytes(name) for name, _ in told)
+    if sum(_bytes(what) for _, what in told) > room:
+        told = [(name, _short(what, room // len(told))) for name, what in told]
+    return tuple(told)
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def _short(text: str, most_bytes: int) -> str:

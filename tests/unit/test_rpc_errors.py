@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollpacker.rpc.errors import InternalError, InvalidArgumentError, to_trailing_metadata
@@ -10,15 +10,31 @@ from rollpacker.rpc.errors import InternalError, InvalidArgumentError, to_traili
 _MOST_METADATA_BYTES = 8192  # gRPC's soft limit
 
 
-@given(st.text(max_size=20), st.sampled_from("xé漢😀\n"), st.integers(0, 9999), st.integers(1, 40))
+@given(
+    st.text(max_size=20),
+    st.sampled_from("xé漢😀\n"),
+    st.integers(0, 9999),
+    st.integers(0, 999),
+    st.integers(1, 99),
+)
+@example("", "x", 1200, 5, 40)
+@example("", "\n", 9999, 999, 20)
 def test_the_status_of_any_error_fits_into_metadata(
-    begin: str, character: str, length: int, fields: int
+    begin: str, character: str, length: int, name: int, fields: int
 ) -> None:
     text = begin + character * length
-    error = InvalidArgumentError("INVALID_FIELD", text, violations=[("field", text)] * fields)
+    violations = [(character * name, text)] * fields
+    error = InvalidArgumentError("INVALID_FIELD", text, violations=violations)
     ((_, status),) = to_trailing_metadata(error)
     escaped = 3 * len(error.message.encode())
     assert escaped + 4 * len(status) / 3 < _MOST_METADATA_BYTES
+
+
+def test_of_very_many_wrong_fields_the_last_says_how_many_are_left_out() -> None:
+    many = [(f"f{i}", "is wrong") for i in range(30)]
+    error = InvalidArgumentError("REASON", "wrong", violations=many)
+    assert error.violations == (*many[:19], ("...", "11 more"))
+    assert InvalidArgumentError("R", "wrong", violations=many[:20]).violations == tuple(many[:20])
 
 
 def test_a_short_message_stays_and_a_long_one_keeps_its_beginning_and_its_end() -> None:
