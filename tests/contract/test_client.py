@@ -34,6 +34,7 @@ def test_a_run_is_started_watched_changed_and_listed(address: str) -> None:
         assert client.start_run("mine", settings).state == pb.Run.STATE_RUNNING
         assert client.pause_run("mine").state == pb.Run.STATE_PAUSED
         assert client.step_run("mine").pause_at_step == 1
+        assert client.resume_run("mine").pause_at_step == 0
         run = client.update_run("mine", {"trainer": {"learning_rate": 0.5}})
         assert run.updated_settings["trainer"]["learning_rate"] == 0.5
         assert client.add_prompts("mine", [{"prompt_id": "a"}]).added_count == 1
