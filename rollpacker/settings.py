@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -19,6 +18,7 @@ from rollpacker.data_settings import DataSettings, DataSource, GraderName, check
 from rollpacker.ladders import DEFAULT_FACTORS
 from rollpacker.observability.logs import LogFormat
 from rollpacker.section import Section
+from rollpacker.strict_yaml import load_yaml
 from rollpacker.tracking_settings import TrackingSettings
 from rollpacker.trainer_settings import TrainerSettings
 
@@ -329,19 +329,23 @@ def load_run_settings(path: Path, overrides: Iterable[str] = ()) -> RunSettings:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise SettingsError([(override, "not an override; write section.key=value")])
-        _set_dotted(given, key, yaml.safe_load(text) if text else None)
+        try:
+            value = load_yaml(text)
+        except ValueError as error:
+            raise SettingsError([(override, f"is not YAML: {error}")]) from error
+        _set_dotted(given, key, value)
     _make_paths_absolute(given, Path.cwd())
     return parse_run_settings(merge_settings(values, given))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError([(str(path), f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise SettingsError([(str(path), "is not UTF-8 text; give a YAML file")]) from error
-    except yaml.YAMLError as error:
+    except ValueError as error:
         raise SettingsError([(str(path), f"is not YAML: {error}")]) from error
     if not isinstance(values, dict):
         raise SettingsError([(str(path), "must be a mapping of settings")])

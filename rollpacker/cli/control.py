@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from rollpacker.cli import run_view
 from rollpacker.cli.coordinator import DEFAULT_ADDRESS, Coordinator, CoordinatorAddress
@@ -16,6 +15,7 @@ from rollpacker.cli.failures import WRONG_INPUT, CommandError, told_in_one_line
 from rollpacker.cli.reports import LARGEST, RunId, ask
 from rollpacker.rpc.errors import InvalidArgumentError
 from rollpacker.settings import SettingsError
+from rollpacker.strict_yaml import load_yaml
 from rollpacker.types import DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
 
@@ -162,10 +162,9 @@ def nested(changes: list[str]) -> dict[str, Any]:
         if not isinstance(place, dict):
             raise SettingsError([(change, "sets a part of a value that is set too; keep one")])
         try:
-            place[last] = yaml.safe_load(text) if text else None
-        except yaml.YAMLError as error:
-            said = " ".join(str(error).split())
-            raise SettingsError([(change, f"is not YAML: {said}")]) from error
+            place[last] = load_yaml(text)
+        except ValueError as error:
+            raise SettingsError([(change, f"is not YAML: {error}")]) from error
     return values
 
 
