@@ -12,13 +12,25 @@ from pathlib import Path
 from rollpacker.local_stack.supervisor import StackError
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory if need be. Raises StackError where it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StackError(
+            f"{directory} cannot be made: {error.strerror}; give another directory"
+        ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StackError(f"{directory} cannot be written; give another directory")
+
+
 @contextlib.contextmanager
 def directory_lock(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, which is made if need be.
 
-    Raises StackError naming the holder.
+    Raises StackError naming the holder, or why the directory cannot be used.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     path = directory / "stack.lock"
     with path.open("a+", encoding="utf-8") as file:
         try:

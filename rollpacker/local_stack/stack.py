@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollpacker.local_stack import ports, readiness, services
-from rollpacker.local_stack.lock import directory_lock
+from rollpacker.local_stack.lock import directory_lock, make_directory
 from rollpacker.local_stack.redis_server import RedisServerError, redis_server
 from rollpacker.local_stack.restart_policy import RestartLimits
 from rollpacker.local_stack.services import StackLayout, StackSize
@@ -166,7 +166,7 @@ class LocalStack:
             raise StackError(str(error)) from error
         self._redis_url = server.url
         for directory in (self.layout.weights, self.layout.checkpoints, self._run_directory):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
 
         async def not_ready() -> list[str]:
             return [] if await readiness.redis_answers(server.url) else [services.REDIS]

