@@ -97,12 +97,16 @@ def _said(manifest: Manifest) -> str:
 
 def _run(stack: Path, url: str, work: Callable[[Redis], Awaitable[None]]) -> None:
     async def with_redis() -> None:
-        client = open_client(
-            url or _redis_of(stack),
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=_SECONDS,
-            socket_connect_timeout=_SECONDS,
-        )
+        try:
+            client = open_client(
+                url or _redis_of(stack),
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=_SECONDS,
+                socket_connect_timeout=_SECONDS,
+            )
+        except ValueError as error:  # its text could hold the password
+            message = "--redis is no URL of Redis; give redis://, rediss:// or unix://"
+            raise CommandError(message, WRONG_INPUT) from error
         try:
             await work(client)
         except BackupError as error:

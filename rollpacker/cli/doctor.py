@@ -239,6 +239,8 @@ def _redis(url: str) -> tuple[bool | None, str]:
             return bool(client.info("persistence")["aof_enabled"]), ""
     except redis.RedisError as error:
         return None, f"no answer: {type(error).__name__}"  # its text could hold the password
+    except ValueError:
+        return None, "its URL is none of redis://, rediss:// and unix://"
 
 
 def doctor(

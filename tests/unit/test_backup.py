@@ -320,6 +320,9 @@ def test_the_commands_say_what_is_missing_and_no_password(tmp_path: Path) -> Non
     away = CliRunner().invoke(app, ["backup", RUN, str(tmp_path / "a.tar"), "--redis", url])
     assert away.exit_code == 3
     assert "verysecret" not in away.output
+    wrong = CliRunner().invoke(app, ["restore", "a.tar", "--redis", "verysecret@nowhere"])
+    said = "error: --redis is no URL of Redis; give redis://, rediss:// or unix://\n"
+    assert (wrong.exit_code, wrong.stderr) == (2, said)
     none = CliRunner().invoke(app, ["restore", "a.tar", "--stack", str(tmp_path)])
     assert none.exit_code == 2
     assert "is no local stack" in none.stderr

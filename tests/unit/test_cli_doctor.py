@@ -82,3 +82,5 @@ def test_this_machine_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.Monke
     assert facts.free_disk > 0
     assert facts.redis_problem
     assert "verysecret" not in str(facts)
+    monkeypatch.setenv("ROLLPACKER_COORDINATOR_REDIS_URL", "verysecret@nowhere")
+    assert gather(tmp_path).redis_problem == "its URL is none of redis://, rediss:// and unix://"
