@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as SettingsSourceError
 
 from rollpacker.data_settings import DataSettings, DataSource, GraderName, check_names
 from rollpacker.ladders import DEFAULT_FACTORS
@@ -425,6 +426,24 @@ class ServiceSettings(BaseSettings):
     trace_endpoint: str = Field(
         "", description="OTLP endpoint for traces, http://host:4317; default: there are none"
     )
+
+
+Service = TypeVar("Service", bound=ServiceSettings)
+
+
+def read_service_settings(kind: type[Service]) -> Service:
+    """The settings of this process, from its environment.
+
+    Raises SystemExit, which says every problem by the name of its variable.
+    """
+    try:
+        return kind()
+    except ValidationError as error:
+        prefix = str(kind.model_config.get("env_prefix", ""))
+        problems = [(prefix + name.upper(), what) for name, what in map(_problem, error.errors())]
+        raise SystemExit("\n".join(f"{name}: {what}" for name, what in problems)) from error
+    except SettingsSourceError as error:  # a list or a mapping that is no JSON
+        raise SystemExit(f"{error}; write it as JSON") from error
 
 
 Address = Annotated[str, Field(description='"host:port" or "unix:///path"')]

@@ -12,6 +12,7 @@ from rollpacker.observability import set_up_logging
 from rollpacker.observability.metrics import serve_metrics
 from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.settings import read_service_settings
 from rollpacker.store.redis_client import connect
 from rollpacker.v1.coordinator_service_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from services.coordinator.leadership import LeaseLostError
@@ -46,7 +47,7 @@ async def main(settings: CoordinatorSettings) -> None:
 
 
 if __name__ == "__main__":
-    settings = CoordinatorSettings()
+    settings = read_service_settings(CoordinatorSettings)
     set_up_logging("coordinator", settings.log_level, settings.log_format, settings.coordinator_id)
     set_up_tracing("coordinator", settings.trace_endpoint, settings.coordinator_id)
     try:

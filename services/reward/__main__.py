@@ -16,6 +16,7 @@ from rollpacker.observability.metrics import serve_metrics
 from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import serve
+from rollpacker.settings import read_service_settings
 from rollpacker.store.redis_client import open_client
 from rollpacker.store.timeout_anchors import RedisTimeoutAnchors
 from rollpacker.types import GraderKind
@@ -97,7 +98,7 @@ def _shared_anchors(redis_url: str) -> RedisTimeoutAnchors | None:
 
 def main() -> None:
     """Read the settings from the environment and run."""
-    settings = RewardServiceSettings()
+    settings = read_service_settings(RewardServiceSettings)
     set_up_logging("reward", settings.log_level, settings.log_format, settings.worker_id)
     set_up_tracing("reward", settings.trace_endpoint, settings.worker_id)
     uvloop.run(run(settings))

@@ -19,6 +19,7 @@ from rollpacker.observability.tracing import set_up_tracing
 from rollpacker.refit.receiver import Receiver
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.settings import read_service_settings
 from rollpacker.v1 import coordinator_service_pb2, rollout_service_pb2_grpc
 from services.rollout.engine import Engine
 from services.rollout.readings import engine_readings
@@ -31,7 +32,7 @@ from services.rollout.weights_location import WeightsSource
 
 def main() -> None:
     """Run until SIGTERM, or until the engine fails."""
-    settings = RolloutServiceSettings()
+    settings = read_service_settings(RolloutServiceSettings)
     set_up_logging("rollout", settings.log_level, settings.log_format, settings.worker_id)
     set_up_tracing("rollout", settings.trace_endpoint, settings.worker_id)
     torch.set_num_threads(settings.threads)

@@ -23,6 +23,7 @@ from rollpacker.refit.broadcast import Broadcaster
 from rollpacker.refit.sender import WeightsServicer
 from rollpacker.rpc.heartbeat import run_heartbeat
 from rollpacker.rpc.server import RpcServer, serve
+from rollpacker.settings import read_service_settings
 from rollpacker.store.redis_client import open_client
 from rollpacker.v1 import (
     coordinator_service_pb2,
@@ -44,7 +45,7 @@ _log = logging.getLogger("services.trainer")
 
 def main() -> None:
     """Run until SIGTERM."""
-    settings = TrainerServiceSettings()
+    settings = read_service_settings(TrainerServiceSettings)
     set_up_logging("trainer", settings.log_level, settings.log_format, settings.worker_id)
     torch.set_num_threads(settings.threads)
     meter = settings.meter()
