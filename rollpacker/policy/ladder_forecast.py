@@ -31,6 +31,7 @@ from statistics import NormalDist, fmean, median
 
 from rollpacker.policy.group_law import GroupLaw
 from rollpacker.policy.ladder_ages import Ages, level_ages, level_changes
+from rollpacker.policy.response_drift import Unchanged
 
 # Standard normal numbers, equally likely cases of what varies between rounds. Where a level keeps
 # about as many groups as end by themselves, a case is a whole round to the cap: so many of them.
@@ -39,7 +40,7 @@ _CASES = tuple(NormalDist().inv_cdf((n + 0.5) / 32) for n in range(32))
 Pool = tuple[float, ...]  # what a level launches: the share of each bin of the law
 
 
-def _always(age: float) -> float:  # noqa: ARG001
+def _always(updates: float, tokens: float) -> float:  # noqa: ARG001
     return 1.0
 
 
@@ -60,7 +61,7 @@ class PlannerRules:
     max_levels: int = 3
     min_groups: int = 64  # seen before anything is planned
     max_stand_in: float = 4.0  # groups for which the longest complete one may stand
-    coupling: Callable[[float], float] = _always  # of a response to itself, `age` updates later
+    unchanged: Unchanged = _always  # whether a response is, up to a token, some updates later
     acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
@@ -132,13 +133,17 @@ def level_rounds(
     pool = tuple(item.mass for item in law.bins)
     first = pool  # of these, as at the first launch
     found: list[LevelRound] = []
-    kept, reached, behind = 1.0, 0.0, 1.0  # `behind`: of all groups, those that get there
+    before: Sequence[float] = (1.0,) * len(law.bins)  # unchanged up to the keys of each bin
+    reached, behind = 0.0, 1.0  # `behind`: of all groups, those that get there
     all_ages = level_ages(factors, rules.prompts_per_step)
     for rate, factor, ages in zip(rates, (*factors, 1.0), all_ages, strict=True):
         if found:
-            before, kept = kept, _mean(rules.coupling, ages)
-            same = min(1.0, kept / before) if before > 0.0 else 0.0
-            pool, first = _again(law, pool, first, 1.0 / found[-1].factor, same)
+            after = [
+                sum(share * rules.unchanged(age, item.last_key) for age, share in ages.items())
+                for item in law.bins
+            ]
+            pool, first = _again(law, pool, first, 1.0 / found[-1].factor, before, after)
+            before = after
             behind *= 1.0 - 1.0 / found[-1].factor
         ends = _ends(rules, law, pool, factor, behind)
         start = _mean(rules.acceptance, ages) * reached
@@ -207,25 +212,48 @@ def _mean(of_age: Callable[[float], float], ages: Ages) -> float:
     return sum(share * of_age(age) for age, share in ages.items())
 
 
-def _again(law: GroupLaw, pool: Pool, first: Pool, kept: float, same: float) -> tuple[Pool, Pool]:
+def _again(
+    law: GroupLaw,
+    pool: Pool,
+    first: Pool,
+    kept: float,
+    before: Sequence[float],
+    after: Sequence[float],
+) -> tuple[Pool, Pool]:
     """What the losers of a pool are when they are launched again, and what of it is as at first.
 
-    Of what came out as at the first launch (`first`), the share `same` does so again; the others
-    are drawn afresh: as before as far as the prompt decides, else like any group.
+    `before`, `after`: probability that the longest response of each bin is unchanged, at the last
+    launch and at this one. What came out as at the first launch (`first`) may do so again; the
+    others are drawn afresh behind their first changed token: as before as far as the prompt
+    decides, else like any group with more tokens than that.
     """
     lost = _race(pool, kept)[1]
     total = sum(lost)
     first = tuple(
-        same * part * mass / (all_ * total) if all_ else 0.0
-        for part, mass, all_ in zip(first, lost, pool, strict=True)
+        min(1.0, new / old) * part * mass / (all_ * total) if all_ and old else 0.0
+        for part, mass, all_, old, new in zip(first, lost, pool, before, after, strict=True)
     )
-    fresh = 1.0 - sum(first)
+    fresh = [mass / total - part for mass, part in zip(lost, first, strict=True)]
     prompt = _prompt_share(law, lost)
+    any_group = (1.0 - prompt) * sum(fresh)
     again = tuple(
-        part + fresh * (prompt * mass / total + (1.0 - prompt) * item.mass)
-        for part, mass, item in zip(first, lost, law.bins, strict=True)
+        part + prompt * changed + any_group * longer
+        for part, changed, longer in zip(first, fresh, _longer(law, lost, after), strict=True)
     )
     return again, first
+
+
+def _longer(law: GroupLaw, lost: Pool, unchanged: Sequence[float]) -> list[float]:
+    """The law of groups that have more tokens than those that were lost had before they changed."""
+    bins = range(len(lost))
+    behind = list(accumulate(reversed(lost)))[::-1]  # lost in this bin or a later one
+    mass = list(accumulate(item.mass for item in reversed(law.bins)))[::-1]
+    changed = [behind[n] * ((unchanged[n - 1] if n else 1.0) - unchanged[n]) for n in bins]
+    total = sum(changed)
+    if total <= 0.0:
+        return [item.mass for item in law.bins]
+    shares = accumulate(changed[n] / total / mass[n] for n in bins)
+    return [share * item.mass for share, item in zip(shares, law.bins, strict=True)]
 
 
 def _prompt_share(law: GroupLaw, lost: Pool) -> float:

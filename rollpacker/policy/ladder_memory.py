@@ -11,10 +11,9 @@ is a function of the rounds in their order, so a run that is resumed or replayed
 When groups become too many, half of the draws are forgotten, and never remembered again, whatever
 became of them: only that is unbiased. A group that was
 deferred and comes back shows how far the weights have drifted. A response that had ended in its
-first launch either comes out at the same length or not: the share that does is the measured
-coupling; the share of the tokens that the group had and need not decode again is the acceptance of
-drafts. Both are kept by age. Short responses of long groups speak for all: the long ones had not
-ended.
+first launch either comes out at the same length or not, which says how fast responses change
+(`response_drift`); the share of the tokens that the group had and need not decode again is the
+acceptance of drafts. Both are kept by age.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from rollpacker.policy.engine_memory import (
@@ -38,6 +36,7 @@ from rollpacker.policy.engine_memory import (
 from rollpacker.policy.group_law import ObservedGroup
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
+from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
 from rollpacker.types import DeferredDraw, DrawId
 
 STEPS_SEEN = 8  # whose seconds count for what no ladder changes
@@ -47,7 +46,7 @@ _GROUPS = 4000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
-_MIN_COMPARED = 30.0  # responses, or draft tokens, of an age
+_MIN_COMPARED = 30.0  # draft tokens of an age
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,8 @@ class LadderMemory:
     groups: Mapping[DrawId, SeenGroup] = field(default_factory=dict)
     one_in: int = 1  # of the draws is remembered
     engines: EngineMemory = field(default_factory=EngineMemory)
+    pairs: PairsSeen = field(default_factory=dict)  # responses that ended twice
     # By age: how many were compared, and how many were the same.
-    responses: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -100,7 +99,8 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
         for draw, group in memory.groups.items()
         if seen.step - group.first_step < _HISTORY_STEPS
     }
-    responses, drafts = _faded(memory.responses), _faded(memory.draft_tokens)
+    pairs = {key: item.faded(_FADES) for key, item in memory.pairs.items()}
+    drafts = _faded(memory.draft_tokens)
     one_in = memory.one_in
     for group in seen.trained:
         if not _sampled(group.draw, one_in):
@@ -109,7 +109,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
         if before is not None:
             age = seen.step - group.first_step
             ended = group.response_tokens
-            _count(responses, age, *_compared(before.first_tokens, ended))
+            _compare(pairs, age, before.first_tokens, ended)
             if group.draw not in seen.moved:
                 had = float(sum(before.response_tokens))
                 _count(drafts, age, had, min(had, float(group.carried_tokens)))
@@ -123,7 +123,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
             before = groups.get(item.draw.id)
             if before is not None:
                 age = seen.step - item.draw.first_step
-                _count(responses, age, *_compared(before.first_tokens, ended))
+                _compare(pairs, age, before.first_tokens, ended)
             tokens = tuple(max(1, count) for count in item.response_tokens)
             group_ = SeenGroup(item.draw.first_step, tokens, False, ended)
             _remember(groups, item.draw.id, group_)
@@ -134,7 +134,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
         groups,
         one_in,
         engines_remembered(memory.engines, seen.engines, _FADES),
-        responses,
+        pairs,
         drafts,
     )
 
@@ -166,8 +166,8 @@ def next_ladder(
         return LadderChoice(present, present_sizes, reason)
     known = replace(
         rules,
-        coupling=_by_age(memory.responses, 1.0),
-        acceptance=_by_age(memory.draft_tokens, 0.0),
+        unchanged=unchanged(memory.pairs),
+        acceptance=_by_age(memory.draft_tokens),
         resize_seconds=memory.engines.resize_seconds,
     )
     groups = [
@@ -191,7 +191,7 @@ def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
         ],
         "one_in": memory.one_in,
         "engines": engines_to_json(memory.engines),
-        "responses": [[age, *counts] for age, counts in memory.responses.items()],
+        "pairs": [[*key, *astuple(item)] for key, item in memory.pairs.items()],
         "draft_tokens": [[age, *counts] for age, counts in memory.draft_tokens.items()],
     }
 
@@ -208,7 +208,7 @@ def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
         },
         one_in=values["one_in"],
         engines=engines_from_json(engines),
-        responses={age: (all_, same) for age, all_, same in values["responses"]},
+        pairs={(age, size): Pairs(*counts) for age, size, *counts in values.get("pairs", ())},
         draft_tokens={age: (all_, same) for age, all_, same in values["draft_tokens"]},
     )
 
@@ -234,10 +234,14 @@ def _remember(groups: dict[DrawId, SeenGroup], draw: DrawId, group: SeenGroup) -
         groups[draw] = replace(group, first_tokens=before.first_tokens)
 
 
-def _compared(first: Sequence[int], now: Sequence[int]) -> tuple[float, float]:
-    """Responses that ended both times, and how many of them at the same length."""
-    pairs = [(a, b) for a, b in zip(first, now, strict=False) if a and b]
-    return float(len(pairs)), float(sum(a == b for a, b in pairs))
+def _compare(
+    pairs: dict[tuple[int, int], Pairs], age: int, first: Sequence[int], now: Sequence[int]
+) -> None:
+    """Add the responses that ended both times."""
+    for before, after in zip(first, now, strict=False):
+        if before and after:
+            key = age, octave(before)
+            pairs[key] = pairs.get(key, Pairs()).add(before, same=before == after)
 
 
 def _faded(counts: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
@@ -250,9 +254,9 @@ def _count(counts: dict[int, tuple[float, float]], age: int, compared: float, sa
         counts[age] = (old_compared + compared, old_same + same)
 
 
-def _by_age(counts: Mapping[int, tuple[float, float]], unknown: float) -> Callable[[float], float]:
+def _by_age(counts: Mapping[int, tuple[float, float]]) -> Callable[[float], float]:
     """The measured share at any age: linear in log(1 + age) between neighbouring ages with enough
-    comparisons together; constant behind the last; `unknown` where nothing was compared."""
+    comparisons together; constant behind the last; none where nothing was compared."""
     points = [(0.0, 1.0)]
     ages, compared, same = 0.0, 0.0, 0.0
     for age in sorted(counts):
@@ -263,12 +267,5 @@ def _by_age(counts: Mapping[int, tuple[float, float]], unknown: float) -> Callab
             points.append((ages / compared, same / compared))
             ages, compared, same = 0.0, 0.0, 0.0
     if len(points) == 1:
-        return lambda age: unknown  # noqa: ARG005
-    return lambda age: _between(points, math.log1p(age))
-
-
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    for (left, low), (right, high) in pairwise(points):
-        if at <= right:
-            return low + (high - low) * (at - left) / max(1e-12, right - left)
-    return points[-1][1]
+        return lambda _age: 0.0
+    return lambda age: between(points, math.log1p(age))

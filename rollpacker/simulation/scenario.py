@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
@@ -11,6 +11,8 @@ from rollpacker.simulation.schedule import PLAIN, Schedule
 from rollpacker.simulation.workload import (
     MEASURED_ACCEPTANCE,
     MEASURED_COUPLING,
+    RecordedWorkload,
+    Workload,
     WorkloadRules,
     by_age,
 )
@@ -34,10 +36,57 @@ def _measured_acceptance(age: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What is left of a deferred response after `age` weight updates."""
+    """What is left of a deferred response after `age` weight updates: the same or another one."""
 
     coupling: Callable[[int], float] = _one  # correlation of its noise with the first launch
     acceptance: Callable[[int], float] | None = None  # share of draft tokens kept; None: no drafts
+
+    def lengths(
+        self, workload: Workload | RecordedWorkload, number: int, age: int, launch: int
+    ) -> list[int]:
+        """Tokens of each response of a draw."""
+        return workload.lengths(number, self.coupling(age), launch)
+
+    def accepted(
+        self,
+        workload: Workload | RecordedWorkload,  # noqa: ARG002  the share is the same for all
+        number: int,  # noqa: ARG002
+        age: int,
+        drafts: Sequence[int],
+    ) -> list[int]:
+        """Tokens of each draft that need no decoding."""
+        share = self.acceptance(age) if self.acceptance else 0.0
+        return [int(share * tokens) for tokens in drafts]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrift:
+    """Tokens change, and what follows a changed one is another response."""
+
+    changes_per_token: float  # and update
+    drafts: bool = True
+
+    def lengths(
+        self, workload: Workload | RecordedWorkload, number: int, age: int, launch: int
+    ) -> list[int]:
+        """Tokens of each response of a draw; of drawn lengths only, not of recorded ones."""
+        assert isinstance(workload, Workload)
+        return workload.lengths_changed(number, self.changes_per_token * age, launch)
+
+    def accepted(
+        self,
+        workload: Workload | RecordedWorkload,
+        number: int,
+        age: int,
+        drafts: Sequence[int],
+    ) -> list[int]:
+        """Tokens of each draft that need no decoding: those before the first changed one, as if a
+        draft were of the first launch."""
+        if not self.drafts or not drafts:
+            return [0] * len(drafts)
+        assert isinstance(workload, Workload)
+        before = workload.first_changes(number, self.changes_per_token * age)
+        return [int(min(a, b)) for a, b in zip(drafts, before, strict=False)]
 
 
 FROZEN = Drift()  # weights hardly move: a deferred response is the same again
@@ -68,7 +117,7 @@ class Scenario:
     model: ModelFacts
     workload: WorkloadRules
     rules: TailBatchingRules
-    drift: Drift = field(default=FROZEN)
+    drift: Drift | TokenDrift = field(default=FROZEN)
     steps: int = 10  # prompts for so many steps are drawn; the queue is drained behind them
     gpus: int = 0  # 0: the paper's for this model
     tensor_parallel_size: int = 0  # where the rules name none; 0: the paper's for this model

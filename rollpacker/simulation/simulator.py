@@ -30,7 +30,7 @@ from rollpacker.simulation.round_simulation import (
     RoundSimulation,
     RoundTrace,
 )
-from rollpacker.simulation.scenario import Scenario
+from rollpacker.simulation.scenario import FRESH, Scenario
 from rollpacker.simulation.schedule import Launched
 from rollpacker.simulation.trainer_model import TrainerModel
 from rollpacker.simulation.workload import RecordedWorkload, Workload
@@ -237,10 +237,12 @@ class Simulator:
     def _launchable(self, planned: RoundPlan, draw: Draw, draft: DeferredDraw | None) -> Launchable:
         number = int(draw.prompt_id)
         age = draw.age(planned.step)
-        drift = self.scenario.drift
-        coupling = drift.coupling(age) if self.rules.keeps_seeds else 0.0
+        drift = self.scenario.drift if self.rules.keeps_seeds else FRESH
         launch = 0 if draft is None else max(1, draw.level)
-        lengths = self.workload.lengths(number, coupling, launch)
+        if draft is None:
+            lengths = self.workload.lengths(number)
+        else:
+            lengths = drift.lengths(self.workload, number, age, launch)
         carried: list[int] = []
         accept = self.scenario.schedule.bubble_acceptance
         if draft is None and accept is not None and number in self._bubble_drafts:
@@ -250,11 +252,10 @@ class Simulator:
                 min(int(share * tokens), length - 1)
                 for tokens, length in zip(begun.tokens, lengths, strict=False)
             ]
-        elif draft is not None and drift.acceptance is not None and self.rules.keeps_seeds:
-            share = drift.acceptance(age)
+        elif draft is not None:
+            accepted = drift.accepted(self.workload, number, age, draft.response_tokens)
             carried = [
-                min(int(share * tokens), length - 1)
-                for tokens, length in zip(draft.response_tokens, lengths, strict=False)
+                min(tokens, length - 1) for tokens, length in zip(accepted, lengths, strict=False)
             ]
         return Launchable(
             lengths,

@@ -9,6 +9,13 @@ that is what was measured: the length correlation (0.83, 0.63, 0.56, 0.41 after 
 is the share of identical responses (0.84, 0.74, 0.60, 0.41). A response that has changed once stays
 changed.
 
+That table is of responses of some twenty tokens. What happens is that tokens change: each with a
+small probability per update, about proportional to the learning rate (`benchmarks/drift.py`), and
+what follows the first changed one is another response. So, the other model: a response changes
+first at token X, exponential with mean 1 / (changes per token and update * updates). If it ends
+before, it is the same again; else its length is drawn afresh, given that it is longer than X. Long
+responses hardly ever stay the same then, but most stay long.
+
 Everything is a function of (seed, draw number): two modes that are given the same workload see the
 same lengths (common random numbers).
 """
@@ -87,6 +94,22 @@ def normal_cdf(scores: Floats) -> Floats:
     return np.interp(scores, table, values)
 
 
+def _normal_quantile(shares: Floats) -> Floats:
+    """The inverse of `normal_cdf`, between -6 and 6."""
+    table, values = _normal_table()
+    return np.interp(shares, values, table)
+
+
+@cache
+def _length_table(task: str, never_stop_share: float) -> tuple[Floats, Floats]:
+    """(probabilities, lengths in tokens) of a task, finer towards the longest, which are finite."""
+    law = LengthLaw(task, never_stop_share * NEVER_STOP_RATIO[task])
+    ends = 1.0 - law.never_stop_share
+    shares = np.concatenate([np.linspace(0.0, 0.95, 400), ends - np.geomspace(0.05, 1e-6, 400)])
+    shares = np.unique(np.clip(shares, 0.0, ends - 1e-9))
+    return shares, law.quantile(shares)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadRules:
     """What the lengths are drawn from."""
@@ -138,6 +161,37 @@ class Workload:
         fresh = self._fresh_noise(launch)[numbers]
         kept = self._changes[numbers] < coupling
         return self._lengths(numbers, np.where(kept, self._noise[numbers], fresh))
+
+    def first_changes(self, number: int, changes_per_token: float) -> Floats:
+        """Tokens of each response of a draw before its first changed one; infinite for none."""
+        with np.errstate(divide="ignore"):
+            positions: Floats = -np.log1p(-self._changes[number]) / changes_per_token
+        return positions
+
+    def lengths_changed(self, number: int, changes_per_token: float, launch: int) -> list[int]:
+        """Tokens of each response of a draw in a later launch, by the model of changed tokens."""
+        first = self.first_lengths[number]
+        if not changes_per_token:
+            unchanged: list[int] = first.tolist()
+            return unchanged
+        before = self.first_changes(number, changes_per_token)
+        rho = self.rules.prompt_correlation
+        least = (self._scores_of(before, number) - math.sqrt(rho) * self._prompt_scores[number]) / (
+            math.sqrt(max(1e-12, 1.0 - rho))
+        )
+        below = normal_cdf(least)
+        share = normal_cdf(self._fresh_noise(launch)[number])
+        noise = _normal_quantile(below + share * (1.0 - below))
+        longer = self._lengths(np.array([number]), noise[None, :])[0]
+        floor = np.minimum(before + 1.0, self.rules.cap).astype(np.int64)
+        found: list[int] = np.where(before >= first, first, np.maximum(longer, floor)).tolist()
+        return found
+
+    def _scores_of(self, tokens: Floats, number: int) -> Floats:
+        """Normal scores of responses of so many tokens to a draw's task."""
+        growth = 1.0 + (self.rules.length_growth - 1.0) * number / max(1, len(self.tasks) - 1)
+        shares, lengths = _length_table(self.task(number), self.rules.never_stop_share)
+        return _normal_quantile(np.interp(tokens / growth, lengths, shares))
 
     def _fresh_noise(self, launch: int) -> Floats:
         if launch not in self._fresh:

@@ -12,6 +12,7 @@ from rollpacker.simulation.calibration import flat, nelder_mead
 from rollpacker.simulation.paper import Value, enough_predicted
 from rollpacker.simulation.parameters import MODELS, load_parameters, paper_figures
 from rollpacker.simulation.reward_model import RewardModel
+from rollpacker.simulation.scenario import TokenDrift
 from rollpacker.simulation.trainer_model import TrainerModel
 from rollpacker.simulation.workload import (
     MEASURED_COUPLING,
@@ -152,3 +153,31 @@ def test_the_simplex_search_finds_a_minimum() -> None:
     point, value = nelder_mead(lambda x: float(((x - [1.0, -2.0]) ** 2).sum()), [0, 0], 0.5, 200)
     assert point == pytest.approx([1.0, -2.0], abs=1e-3)
     assert value == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes_per_token", [1e-5, 1e-4, 1e-3])
+def test_tokens_change_at_their_rate_and_the_law_of_lengths_stays(changes_per_token: float) -> None:
+    count = 3000
+    workload = Workload(WorkloadRules(16384, 0.3, 0.03, "math"), count)
+    first = workload.first_lengths
+    again = np.array([workload.lengths_changed(n, changes_per_token, 1) for n in range(count)])
+    same = np.exp(-changes_per_token * first.astype(float)).mean()
+    assert (again == first).mean() == pytest.approx(same, abs=0.02)
+    assert np.log(again).mean() == pytest.approx(np.log(first).mean(), abs=0.02)
+    assert (again == 16384).mean() == pytest.approx((first == 16384).mean(), abs=0.004)
+    changed = again != first
+    before = np.array([workload.first_changes(n, changes_per_token) for n in range(count)])
+    assert (again[changed] > before[changed]).all()
+    assert (first[changed] > before[changed]).all()
+
+
+def test_what_changes_sooner_has_fewer_tokens_in_common() -> None:
+    workload = Workload(WorkloadRules(16384, 0.3, 0.03, "math"), 20)
+    for number in range(20):
+        early, late = (workload.first_changes(number, rate) for rate in (1e-3, 1e-4))
+        assert (early < late).all()
+        assert workload.lengths_changed(number, 0.0, 1) == workload.lengths(number)
+        tokens = [900] * 8
+        kept = TokenDrift(1e-3).accepted(workload, number, 1, tokens)
+        assert kept == [min(900, int(x)) for x in early[:8]]
+        assert TokenDrift(1e-3, drafts=False).accepted(workload, number, 1, tokens) == [0] * 8

@@ -119,8 +119,9 @@ def test_of_too_many_groups_half_of_the_draws_are_forgotten_for_good() -> None:
 
 
 @pytest.mark.parametrize("same", [0.0, 0.5, 1.0])
-def test_the_coupling_is_the_share_of_responses_that_come_out_again(same: float) -> None:
-    compared, equal = after(rounds(80, 3, same=same)).responses[1]
+def test_responses_that_ended_twice_are_compared(same: float) -> None:
+    pairs = [item for (age, _), item in after(rounds(80, 3, same=same)).pairs.items() if age == 1]
+    compared, equal = sum(item.compared for item in pairs), sum(item.same for item in pairs)
     assert equal / compared == pytest.approx(same, abs=0.1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise, product
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast, level_rounds
 from rollpacker.policy.planner import LadderChoice, choose_ladder
+from rollpacker.policy.response_drift import Unchanged
 
 RULES = PlannerRules(16, 4, 8192)
 ENGINE = EngineMeasure(4, 0.01, 2e-4, 1e-8, 1_000_000, 100)
@@ -74,7 +76,7 @@ def test_no_draw_may_get_older_than_allowed() -> None:
 
 
 def test_it_does_not_defer_what_would_come_out_shorter() -> None:
-    drifting = replace(RULES, coupling=lambda age: 0.0)
+    drifting = replace(RULES, unchanged=lambda updates, tokens: 0.0)
     law = GroupLaw(groups(300, 0.05), 8192)
     assert forecast(drifting, ENGINES, law, (1.5,)).length_ratio < 0.98
     assert chosen(drifting, groups(300, 0.05), (1.5,)).factors == ()
@@ -114,8 +116,22 @@ def test_the_shares_of_a_ladder_add_up_to_the_mean_length() -> None:
         assert forecast(RULES, ENGINES, law, factors).length_ratio == pytest.approx(1.0)
 
 
+def test_responses_that_change_late_stay_longer_than_such_that_change_at_once() -> None:
+    """What follows a changed token is not shorter than what was before it."""
+    law = GroupLaw(groups(400, 0.05), 8192)
+
+    def ratio(unchanged: Unchanged) -> float:
+        return forecast(replace(RULES, unchanged=unchanged), ENGINES, law, (2.0,)).length_ratio
+
+    at_once = ratio(lambda updates, tokens: 0.2)
+    late = ratio(lambda updates, tokens: 1.0 if tokens < 8192 else 0.2)
+    by_token = ratio(lambda updates, tokens: math.exp(-2e-4 * tokens))
+    assert at_once < by_token < 1.0
+    assert late == pytest.approx(1.0, abs=0.002)
+
+
 def test_draws_that_come_back_sooner_keep_more_of_their_length() -> None:
-    drifting = replace(RULES, coupling=lambda age: 0.8**age)
+    drifting = replace(RULES, unchanged=lambda updates, tokens: 0.8**updates)
     law = GroupLaw(groups(300, 0.05), 8192)
     ratios = [
         forecast(drifting, ENGINES, law, factors).length_ratio
@@ -197,7 +213,7 @@ def test_responses_that_never_stop_take_turns_where_the_kv_is_full() -> None:
 
 
 def test_a_guess_does_not_keep_a_ladder_that_shortens_what_is_trained() -> None:
-    drifting = replace(RULES, coupling=lambda age: 0.0)
+    drifting = replace(RULES, unchanged=lambda updates, tokens: 0.0)
     whole = [group for group in groups(400, 0.05) if group.longest < 8192]
     cut = [ObservedGroup((500,) * 4, complete=False)] * (400 - len(whole))
     choice = chosen(drifting, [*whole, *cut], (2.0,))

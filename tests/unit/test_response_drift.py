@@ -1,0 +1,58 @@
+"""Which law of change explains the pairs of responses that a run has seen, and what it says."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollpacker.policy.response_drift import Pairs, PairsSeen, octave, unchanged
+
+
+def seen(keep: object, count: int = 4000, longest: int = 2000, seed: int = 0) -> PairsSeen:
+    """Pairs of responses, unchanged with probability `keep(updates, tokens)`."""
+    rng = random.Random(seed)
+    found: dict[tuple[int, int], Pairs] = {}
+    for _ in range(count):
+        updates = rng.choice([1, 2, 4])
+        tokens = int(math.exp(rng.uniform(math.log(10), math.log(longest))))
+        key = updates, octave(tokens)
+        same = rng.random() < keep(updates, tokens)  # type: ignore[operator]
+        found[key] = found.get(key, Pairs()).add(tokens, same=same)
+    return found
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1e-3, 1e-2])
+def test_changes_of_tokens_are_found_and_say_more_of_long_responses(rate: float) -> None:
+    law = unchanged(seen(lambda updates, tokens: math.exp(-rate * updates * tokens)))
+    assert -math.log(law(1, 100)) / 100 == pytest.approx(rate, rel=0.15)
+    assert law(3, 1000) == pytest.approx(law(1, 3000)) == pytest.approx(law(1, 1000) ** 3)
+
+
+def test_a_share_that_is_the_same_at_any_length_is_taken_for_one() -> None:
+    shares = {1: 0.83, 2: 0.63, 4: 0.56}
+    law = unchanged(seen(lambda updates, _tokens: shares[updates]))
+    for updates, share in shares.items():
+        assert law(updates, 20) == law(updates, 20_000) == pytest.approx(share, abs=0.05)
+    assert shares[2] > law(3, 20) > shares[4] - 0.05
+
+
+def test_nothing_changes_while_nothing_was_compared() -> None:
+    assert unchanged({})(8, 30_000) == 1.0
+    assert unchanged(seen(lambda updates, tokens: 1.0))(8, 30_000) > 0.99
+
+
+@given(st.integers(0, 10), st.floats(0.0, 40.0), st.floats(0.0, 1e5), st.floats(0.0, 1e5))
+def test_what_is_unchanged_up_to_a_token_is_unchanged_before(
+    seed: int, updates: float, one: float, other: float
+) -> None:
+    law = unchanged(seen(lambda age, tokens: 0.9**age, count=100, seed=seed))
+    assert 0.0 <= law(updates, max(one, other)) <= law(updates, min(one, other)) <= 1.0
+    assert law(0.0, one) == 1.0
+
+
+def test_the_tokens_of_an_octave_differ_by_less_than_two_times() -> None:
+    assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1023, 1024)] == [0, 0, 1, 1, 2, 2, 3, 9, 10]
