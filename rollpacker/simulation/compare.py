@@ -8,8 +8,12 @@ a value of `TailBatchingRules`, or the planner.
 take groups over (`rebalance`, which a live run in mode `auto` does unless told otherwise), or they
 train as well where nothing is left to take over (`rebalance, idle`: with `scale_down_rule: idle`).
 
+`sizes`: engines keep the paper's tensor-parallel size, or preemptions decide it (the paper's rule),
+or mode `auto` plans it.
+
 `coupling` says how a deferred response comes out: `measured` (the table in `workload`), `frozen`
-(the same again), `fresh` (the paper's own rule). `carry_over` is the share of its tokens that need
+(the same again), `fresh` (the paper's own rule), or so many changes a token and update
+(`benchmarks/drift.py`). `carry_over` is the share of its tokens that need
 no decoding. The oracle knows all lengths in advance: it runs the epoch in order of length, without
 carry-over, so nothing is launched twice.
 
@@ -42,6 +46,7 @@ from rollpacker.simulation.scenario import (
     SYNCHRONOUS,
     Drift,
     Scenario,
+    TokenDrift,
     carried,
     ladder,
 )
@@ -53,6 +58,8 @@ from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, Work
 DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
 FULL_CAPS = (8192, 16384, 32768, 65536, 131072)
 FULL_RHOS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.9)
+# Changes per token and update: the demo's model at learning rate 2e-6, SmolLM2-135M at 1e-6.
+TINY_CHANGES, SMOLLM2_CHANGES = 1e-4, 3e-3
 AUTO_START = DEFAULT_FACTORS["auto"]  # as a live run begins; the best single setting of `regret`
 
 
@@ -62,7 +69,7 @@ class Mode:
 
     name: str
     rules: TailBatchingRules
-    drift: Drift
+    drift: Drift | TokenDrift
     coupling: str
     carry_over: str
     planned: bool = False
@@ -104,6 +111,15 @@ def modes() -> tuple[Mode, ...]:
                 Mode("auto", start, FROZEN, "frozen", "none"),
             )
         ),
+        *(
+            dataclasses.replace(mode, drift=TokenDrift(rate), coupling=f"{rate:g} a token")
+            for rate in (TINY_CHANGES, SMOLLM2_CHANGES)
+            for mode in (
+                Mode("exact", exact[2], FROZEN, "", "by token"),
+                Mode("auto", start, FROZEN, "", "by token", True, "rebalance, idle"),
+                Mode("auto", start, FROZEN, "", "by token", True, "rebalance, idle", "planned"),
+            )
+        ),
     )
 
 
@@ -138,7 +154,8 @@ def compare_recorded(parameters: Parameters, recorded: RecordedLengths) -> Itera
     per_gpu = SYNCHRONOUS.prompts_per_step * SYNCHRONOUS.responses_per_prompt
     gpus = max(1, round(model_for(recorded.cap).gpus * prompts * responses / per_gpu))
     steps = max(1, len(recorded.rows) // prompts)
-    found = tuple(_recorded_mode(mode, recorded) for mode in modes())
+    usual = (mode for mode in modes() if isinstance(mode.drift, Drift))  # lengths are recorded
+    found = tuple(_recorded_mode(mode, recorded) for mode in usual)
     yield from _scenario(parameters, recorded.workload(), rules, steps, found, gpus)
 
 
@@ -150,6 +167,7 @@ def _recorded_mode(mode: Mode, recorded: RecordedLengths) -> Mode:
     )
     if mode.coupling != "measured" or not recorded.coupling:
         return dataclasses.replace(mode, rules=rules)
+    assert isinstance(mode.drift, Drift)
     drift = Drift(recorded.coupling_at, mode.drift.acceptance)
     return dataclasses.replace(mode, rules=rules, drift=drift, coupling="recorded")
 
