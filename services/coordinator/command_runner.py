@@ -96,7 +96,7 @@ class CommandRunner:
         self._take_draws = take_draws
         self._restored: dict[DrawId, GroupRestored] = {}  # of draws that are not added yet
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        self._tell = self._events.put_nowait  # no method of ours: what has it is no cycle with us
+        self._tell = self._events.put_nowait  # no method of ours: whoever keeps it keeps no round
         self._tasks = RoundTasks(self._tell)
         self._streams = GroupStreams(context, replicas, self._tasks, self._tell)
         self._groups: list[PromptGroup] = []
