@@ -54,7 +54,7 @@ class Launchable:
     """What the models know of a draw and the policy does not."""
 
     lengths: Sequence[int]  # tokens at which each response ends
-    carried: Sequence[int] = ()  # draft tokens that the engine accepts, per response
+    carried: Sequence[int] = ()  # draft tokens that the engine accepts, of the first responses
     task: str = "math"
     prompt: int = 0  # number of the prompt, for the anchors of time limits
     prompt_tokens: int = 200
@@ -378,7 +378,8 @@ class RoundSimulation:
         moved = {response.index: response.tokens for response in self._moved.pop(draw, ())}
         responses = []
         for index in command.indices:
-            given = moved.get(index, known.carried[index] if known.carried else 0)
+            draft = known.carried[index] if index < len(known.carried) else 0
+            given = moved.get(index, draft)
             responses.append(
                 RunningResponse(
                     draw,
