@@ -24,8 +24,11 @@ and the coupling that it measured (`recorded`), on so many GPUs that each has as
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -138,12 +141,21 @@ def compare(
     steps: int = 32,
     task: str = MIX,
 ) -> Iterator[dict[str, Any]]:
-    """One row per scenario and mode."""
-    for cap in caps:
-        for rho in rhos:
-            rules = WorkloadRules(cap, rho, parameters["never_stop_share"], task)
-            workload = Workload(rules, steps * SYNCHRONOUS.prompts_per_step)
-            yield from _scenario(parameters, workload, rules, steps, modes())
+    """One row per scenario and mode; scenarios run in processes of their own, one per core."""
+    scenarios = [
+        WorkloadRules(cap, rho, parameters["never_stop_share"], task)
+        for cap in caps
+        for rho in rhos
+    ]
+    with ProcessPoolExecutor(min(len(scenarios), os.cpu_count() or 1)) as pool:
+        for rows in pool.map(partial(_drawn, parameters, steps), scenarios):
+            yield from rows
+
+
+def _drawn(parameters: Parameters, steps: int, rules: WorkloadRules) -> list[dict[str, Any]]:
+    """All modes of a scenario."""
+    workload = Workload(rules, steps * SYNCHRONOUS.prompts_per_step)
+    return list(_scenario(parameters, workload, rules, steps, modes()))
 
 
 def compare_recorded(parameters: Parameters, recorded: RecordedLengths) -> Iterator[dict[str, Any]]:
