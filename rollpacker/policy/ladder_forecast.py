@@ -2,7 +2,7 @@
 
     observed groups --Kaplan-Meier--> law of (longest response, lengths) --+
     engine: seconds per step, KV capacity ---------------------------------+--> seconds per round
-    coupling and draft acceptance by age ----------------------------------+    and level, ratio
+    how responses change, and which drafts stand --------------------------+    and level, ratio
                                                                                 of trained lengths
 
 A ladder is a tuple of factors, one per level below the last; () is synchronous. A level-l round
