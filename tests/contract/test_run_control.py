@@ -423,7 +423,7 @@ async def test_a_round_that_is_over_leaves_nothing_for_the_garbage_collector(
     try:
         async with coordinator(cluster) as c:
             await paused_at(cluster, c, run_settings(cluster.directory), 3)
-            left = [type(o) for o in gc.get_objects() if isinstance(o, CommandRunner | PromptGroup)]
+            left = [type(o) for o in gc.get_objects() if type(o) in (CommandRunner, PromptGroup)]
     finally:
         gc.enable()
     assert left == []
