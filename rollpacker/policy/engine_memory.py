@@ -127,15 +127,19 @@ def engines_to_be_had(
 ) -> dict[int, EngineMeasure]:
     """The measured engines, and what others may be hoped to be: those of the `present` sizes, and
     of the sizes next to the measured ones, within the limits. None while none is measured."""
-    if not rules.largest_size or not measured:
+    if not rules.largest_size:
         return dict(measured)
-    next_ones = {2 * max(measured), min(measured) // 2}
+    found = {size: engine for size, engine in measured.items() if size}  # 0: nobody knew which
+    if not found:
+        return {}
+    next_ones = {2 * max(found), min(found) // 2}
     allowed = {size for size in next_ones if rules.smallest_size <= size <= rules.largest_size}
-    found = dict(measured)
-    for size in sorted(allowed.union(present) - measured.keys()):
-        hoped = _hoped(measured, size)
-        if hoped.replicas:
-            found[size] = hoped
+    hoped = {size: _hoped(found, size) for size in allowed.union(present) - found.keys()}
+    for size, engine in sorted(hoped.items()):
+        if engine.replicas:
+            found[size] = engine
+        elif size in present:  # devices have gone; what is in force is forecast all the same
+            found[size] = replace(engine, replicas=1)
     return found
 
 

@@ -117,3 +117,19 @@ def test_no_size_is_beyond_the_limits_or_more_than_one_step_away(
 
 def test_a_size_for_which_there_are_too_few_devices_is_not_had() -> None:
     assert set(engines_to_be_had(RULES, {4: engine(1, 0.04)}, (4,))) == {4, 2}
+
+
+def test_what_is_in_force_is_had_however_few_devices_are_left() -> None:
+    """A ladder keeps its sizes until another one is better."""
+    had = engines_to_be_had(RULES, {1: engine(1, 0.04)}, (1, 4))
+    assert had[4].replicas == 1
+    assert 2 not in had
+
+
+def test_a_speed_of_which_nobody_knew_the_size_counts_for_none() -> None:
+    assert engines_to_be_had(RULES, {0: engine(8, 0.04)}, (1, 1)) == {}
+    assert set(engines_to_be_had(RULES, {0: engine(8, 0.04), 2: engine(4, 0.04)}, (2,))) == {
+        1,
+        2,
+        4,
+    }
