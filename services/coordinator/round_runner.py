@@ -68,31 +68,8 @@ class RoundRunner:
         stream: SampleStream,
     ) -> RoundResult:
         """The round of a step, to its end; `restored` groups stand in the stream already."""
-        context = RoundContext(
-            run_id=self._context.run_id,
-            step=state.step,
-            fence=self._context.fence,
-            weight_version=state.weight_version,
-            sampling=self._sampling,
-            draws=draws.draws,
-            prompts=draws.prompts,
-            tokenizer=self._context.data.tokenizer,
-            drafts=await self._drafts.load([draw.id for draw in planned.queued]),
-            carry_over_max_tokens=(
-                self._settings.tail_batching.carry_over_max_tokens if self._rules.keeps_seeds else 0
-            ),
-        )
-        sizes = self._sizes
-        spec = EngineSpec(
-            self._context.run_id,
-            state.weight_version,
-            state.weights_uri,
-            tensor_parallel_size=(
-                sizes.size(planned.kind)
-                if sizes
-                else self._rules.tensor_parallel_size(planned.level)
-            ),
-        )
+        context = await self._round_context(state, planned, draws)
+        spec = self._spec(state, planned)
         replicas = ReplicaSet(
             self._context.workers,
             spec,
@@ -132,14 +109,43 @@ class RoundRunner:
         await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
         ready = replicas.first_ready_at or started
         self._served.served(spec.tensor_parallel_size, replicas.served_count)
-        if sizes:
-            sizes.applied(spec.tensor_parallel_size, replicas.slowest_apply_seconds)
-            sizes.after_round(planned.kind, result.preemptions, result.finish.rollout_seconds)
+        if self._sizes:
+            self._sizes.applied(spec.tensor_parallel_size, replicas.slowest_apply_seconds)
+            self._sizes.after_round(planned.kind, result.preemptions, result.finish.rollout_seconds)
         return dataclasses.replace(
             result,
             apply_seconds=max(0.0, ready - started),
             tensor_parallel_size=spec.tensor_parallel_size,
             meter=meter,
+        )
+
+    async def _round_context(
+        self, state: RunState, planned: RoundPlan, draws: RoundDraws
+    ) -> RoundContext:
+        tail = self._settings.tail_batching
+        return RoundContext(
+            run_id=self._context.run_id,
+            step=state.step,
+            fence=self._context.fence,
+            weight_version=state.weight_version,
+            sampling=self._sampling,
+            draws=draws.draws,
+            prompts=draws.prompts,
+            tokenizer=self._context.data.tokenizer,
+            drafts=await self._drafts.load([draw.id for draw in planned.queued]),
+            carry_over_max_tokens=tail.carry_over_max_tokens if self._rules.keeps_seeds else 0,
+        )
+
+    def _spec(self, state: RunState, planned: RoundPlan) -> EngineSpec:
+        """The step's weights, at the size that preemptions decide or that the level has."""
+        size = self._rules.tensor_parallel_size(planned.level)
+        if self._sizes:
+            size = self._sizes.size(planned.kind)
+        return EngineSpec(
+            self._context.run_id,
+            state.weight_version,
+            state.weights_uri,
+            tensor_parallel_size=size,
         )
 
     def _scale_down_of(self, state: RunState) -> ScaleDown | None:
