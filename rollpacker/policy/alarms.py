@@ -113,7 +113,8 @@ ALARMS = (
         "length_bias",
         "trained lengths have been off the uncensored ones for the whole window (bias/ratio)",
         "mode paper drops long responses by design; in mode exact look at the queue: do long"
-        " rounds run, and does the run end before they do?",
+        " rounds run, and does the run end before they do? A high bias/shorter_again_share says"
+        " that weights change responses before they come again: take fewer levels, or mode auto",
         _biased,
     ),
     Alarm(

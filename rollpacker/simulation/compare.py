@@ -17,6 +17,9 @@ or mode `auto` plans it.
 no decoding. The oracle knows all lengths in advance: it runs the epoch in order of length, without
 carry-over, so nothing is launched twice.
 
+`mean_length_ratio` is the trained mean over that of the first launches, which only a simulation
+knows; `bias_meter` is what a live run's meter reads in its place.
+
 `compare_recorded` does the same with the lengths of a real run (`recorded_lengths`), its P0 and R0,
 and the coupling that it measured (`recorded`), on so many GPUs that each has as much to do.
 """
@@ -56,6 +59,7 @@ from rollpacker.simulation.scenario import (
 from rollpacker.simulation.schedule import PLAIN, REBALANCED, TRAINING_IDLE
 from rollpacker.simulation.simulator import Simulator, Steer, StepTrace
 from rollpacker.simulation.steering import PlannedSteering, PreemptionSteering, planner_rules
+from rollpacker.simulation.summary import length_bias
 from rollpacker.simulation.workload import MIX, RecordedWorkload, Workload, WorkloadRules
 
 DEFAULT_CAPS, DEFAULT_RHOS = (16384, 32768), (0.3, 0.6, 0.9)
@@ -291,6 +295,7 @@ def _measures(done: list[StepTrace], base: list[StepTrace], uncensored: int) -> 
         "trained_tokens_per_rollout_second": round(trained / (rollout * len(done)), 1),
         "waste": round(sum(s.decoded_tokens for s in done) / trained, 3),
         "mean_length_ratio": round(trained / uncensored, 4),
+        "bias_meter": round(length_bias(done).ratio, 4),
         "max_age": max(max(s.ages) for s in done),
         "gpu_idle_share": round(1 - sum(s.busy_seconds for s in done) / (step * len(done)), 3),
         "preemptions": sum(s.preemptions for s in done),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rollpacker.policy.bias_meter import BiasMeter, LengthBias
 from rollpacker.simulation.simulator import StepTrace
-from rollpacker.types import RoundKind
+from rollpacker.types import DeferredDraw, DrawId, RoundKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +53,18 @@ def mean_step(steps: Sequence[StepTrace]) -> float:
 def mean_rollout(steps: Sequence[StepTrace]) -> float:
     """Seconds until the last needed response, per step, over all of them."""
     return fmean(step.rollout_seconds for step in steps)
+
+
+def length_bias(steps: Sequence[StepTrace]) -> LengthBias:
+    """What the live bias meter would read after these steps, from the first one on."""
+    meter = BiasMeter()
+    queue: dict[DrawId, DeferredDraw] = {}
+    for step in steps:
+        finish = step.round.finish
+        assert finish is not None
+        trained = {draw: dict(enumerate(lengths)) for draw, lengths in step.round.emitted}
+        meter.add_round(queue.values(), trained, finish)
+        for draw in trained:
+            queue.pop(draw, None)
+        queue |= {item.draw.id: item for item in finish.deferred}
+    return meter.read(queue.values())

@@ -16,8 +16,9 @@ from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 
 # 2: a run remembers its rounds for mode auto (`ladder_memory`); one of layout 1 remembers none yet.
 # 3: and its engines by their size; one of layout 2 does not know whose speed it has.
-LAYOUT_VERSION = 3
-READABLE_LAYOUTS = (1, 2, 3)
+# 4: and what is known of first launches; one of layout 3 goes on as if all came out as they were.
+LAYOUT_VERSION = 4
+READABLE_LAYOUTS = (1, 2, 3, 4)
 READABLE = ", ".join(map(str, READABLE_LAYOUTS))  # in messages
 
 
@@ -36,6 +37,8 @@ class Totals:
     trained_lengths: Mapping[int, int] = field(default_factory=dict)  # tokens -> responses
     cut_lengths: Mapping[int, int] = field(default_factory=dict)  # of responses let go of
     trained_by_domain: Mapping[str, int] = field(default_factory=dict)  # domain -> groups
+    # What the bias meter knows of first launches (rollpacker/policy/first_lengths.py).
+    first_lengths: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def round_outcome(
         weights_uri="",
         long_round=False,
         deferred=_next_queue(state, planned, finish),
-        totals=add_domains(next_totals(state.totals, groups, finish), groups, domain_of),
+        totals=add_domains(next_totals(state, groups, finish), groups, domain_of),
         ladder_memory=memory_after(state, result),
     )
     trained = tuple(group.draw for group in groups)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rollpacker.policy.bias_meter import BiasMeter
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, Totals
-from rollpacker.types import DeferredDraw, FinishReason, PromptGroup, Response, RoundKind
+from rollpacker.types import FinishReason, PromptGroup, Response, RoundKind
 from services.coordinator.carry_over import CheckedDraft
 
 _TRAINER_PARTS = ("accumulate", "update", "checkpoint", "publish")
@@ -18,20 +19,23 @@ _LOOP_TOKENS = 32  # so many equal ones at the end are a loop
 _UPDATES_BETWEEN = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 64))
 
 
-def next_totals(totals: Totals, groups: Sequence[PromptGroup], finish: FinishRound) -> Totals:
-    """The run's sums after a step."""
-    meter = BiasMeter(totals.trained_lengths, totals.cut_lengths)
-    lengths = [len(s.response.token_ids) for group in groups for s in group.responses]
-    meter.add_trained(lengths)
-    meter.add_cut(finish.cut_tokens)
-    return Totals(
-        trained_tokens=totals.trained_tokens + sum(lengths),
+def next_totals(state: RunState, groups: Sequence[PromptGroup], finish: FinishRound) -> Totals:
+    """The run's sums after a step; `state` is before it."""
+    totals, meter = state.totals, _meter(state.totals)
+    lengths = {
+        group.draw.id: {s.response.index: len(s.response.token_ids) for s in group.responses}
+        for group in groups
+    }
+    meter.add_round(state.deferred, lengths, finish)
+    return dataclasses.replace(
+        totals,
+        trained_tokens=totals.trained_tokens + sum(sum(own.values()) for own in lengths.values()),
         generated_tokens=totals.generated_tokens + finish.generated_tokens,
         deferrals=totals.deferrals + len(finish.deferred),
         trained_groups=totals.trained_groups + len(groups),
         trained_lengths=dict(meter.trained_lengths),
         cut_lengths=dict(meter.cut_lengths),
-        trained_by_domain=totals.trained_by_domain,
+        first_lengths=meter.first_lengths,
     )
 
 
@@ -156,21 +160,20 @@ def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict
 
 
 def _bias_metrics(after: RunState) -> dict[str, float]:
-    meter = BiasMeter(after.totals.trained_lengths, after.totals.cut_lengths)
-    deferred = list(_responses(after.deferred))
+    bias = _meter(after.totals).read(after.deferred)
     generated, trained = after.totals.generated_tokens, after.totals.trained_tokens
     return {
-        "bias/trained_mean": meter.trained_mean(),
-        "bias/uncensored_mean": meter.uncensored_mean(deferred),
-        "bias/ratio": meter.ratio(deferred),
+        "bias/trained_mean": bias.trained_mean,
+        "bias/uncensored_mean": bias.uncensored_mean,
+        "bias/ratio": bias.ratio,
+        "bias/shorter_again_share": bias.shorter_again_share,
         "perf/generated_tokens": float(generated),
         "perf/waste": generated / trained if trained else 0.0,
     }
 
 
-def _responses(deferred: Iterable[DeferredDraw]) -> Iterable[tuple[int, bool]]:
-    for item in deferred:
-        yield from zip(item.response_tokens, item.finished, strict=True)
+def _meter(totals: Totals) -> BiasMeter:
+    return BiasMeter(totals.trained_lengths, totals.cut_lengths, totals.first_lengths)
 
 
 def _quantile(ordered: Sequence[int], share: float) -> float:

@@ -8,6 +8,8 @@ import json
 import pytest
 from redis.asyncio import Redis
 
+from rollpacker.policy.bias_meter import BiasMeter
+from rollpacker.policy.commands import FinishRound
 from rollpacker.store import keys
 from rollpacker.store.lease import CoordinatorLease
 from rollpacker.store.records import (
@@ -171,7 +173,7 @@ async def test_a_status_survives_the_next_commit(redis_client: Redis) -> None:
 
 async def test_a_state_of_another_layout_is_refused_with_the_reason() -> None:
     text = json.dumps({**json.loads(state_to_json(STATE)), "layout_version": 99})
-    with pytest.raises(ValueError, match="layout 99, this version reads 1, 2, 3"):
+    with pytest.raises(ValueError, match="layout 99, this version reads 1, 2, 3, 4"):
         state_from_json(text)
 
 
@@ -179,6 +181,22 @@ def test_a_state_of_layout_1_is_taken_over() -> None:
     values = json.loads(state_to_json(STATE))
     del values["ladder_memory"]
     assert state_from_json(json.dumps({**values, "layout_version": 1})) == STATE
+
+
+def test_a_state_of_layout_3_is_taken_over_and_its_meter_goes_on() -> None:
+    state = after_step(STATE)
+    values = json.loads(state_to_json(state))
+    del values["totals"]["first_lengths"]
+    taken = state_from_json(json.dumps({**values, "layout_version": 3}))
+    assert taken == state
+    totals = taken.totals
+    meter = BiasMeter(totals.trained_lengths, totals.cut_lengths, totals.first_lengths)
+    assert meter.read(()).ratio == 1
+    finish = FinishRound((DRAW.id,), (), 0, 0.0, 0.0)
+    meter.add_round(taken.deferred, {DRAW.id: {0: 4, 1: 20}}, finish)
+    bias = meter.read(taken.deferred[1:])
+    assert bias.shorter_again_share == 1  # of one that had ten tokens
+    assert bias.uncensored_mean == (3 + 3 + 9 + 10 + 20 + 1 + 2) / 7
 
 
 async def test_one_coordinator_at_a_time_and_every_one_has_a_higher_fence(
@@ -277,6 +295,8 @@ def test_the_json_of_a_state_and_an_outcome_has_every_field() -> None:
     state = dataclasses.replace(
         after_step(STATE), dropped=dropped, ladder_memory={"steps": [1]}, pause_at=3
     )
+    totals = dataclasses.replace(state.totals, first_lengths={"moved": [[3, -1]]})
+    state = dataclasses.replace(state, totals=totals)
     step = dataclasses.replace(record(1), flat_draws=(QUEUE[1].draw,))
     text = state_to_json(state)
     assert text == json.dumps({**dataclasses.asdict(state), "layout_version": LAYOUT_VERSION})
