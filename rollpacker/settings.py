@@ -220,6 +220,12 @@ class RewardSettings(Section):
     unavailable_seconds: float = Field(
         300, gt=0, description="how long to wait for a reward service that is away or busy"
     )
+    max_concurrent_responses: int = Field(
+        0,
+        ge=0,
+        description="responses with the reward services at once; the others wait, those of complete"
+        " groups first. 0: twice the slots that the services tell, or all, where one tells none",
+    )
 
 
 class ValidationSettings(Section):

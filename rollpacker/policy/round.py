@@ -109,6 +109,11 @@ class Round:
         return self._over
 
     @property
+    def responses_per_prompt(self) -> int:
+        """R0: with so many a group is complete."""
+        return self._rules.responses_per_prompt
+
+    @property
     def complete_count(self) -> int:
         """Groups that have all their responses and are in the race."""
         return self._complete_count
@@ -136,6 +141,10 @@ class Round:
     def replica_loads(self, prompt_tokens: Mapping[DrawId, int]) -> list[ReplicaLoad]:
         """What runs where; empty while a group waits for room, as every replica is needed then."""
         return self._placement.loads(prompt_tokens)
+
+    def has_lost(self, draw: DrawId) -> bool:
+        """Whether the race has decided against a group."""
+        return self._group(draw).state is GroupState.LOST
 
     def group_to_move(self) -> tuple[DrawId, str] | None:
         """A running group that an idle replica should take over, and where it runs.

@@ -37,11 +37,13 @@ async def run_heartbeat(
     kind: coordinator_service_pb2.WorkerKind.ValueType,
     address: str,
     engine_stats: Callable[[], EngineStats] | None = None,
+    reward_slot_count: int = 0,
 ) -> None:
     """Send heartbeats until cancelled.
 
     `address` is where this worker's service listens; `settings.advertise_address` replaces it
     where it is set. `engine_stats` is asked before each heartbeat (rollout replicas only).
+    `reward_slot_count`: responses that a reward service grades at once.
     Raises InvalidArgumentError or PermissionDeniedError when the coordinator refuses the worker.
     """
 
@@ -51,6 +53,7 @@ async def run_heartbeat(
             address=settings.advertise_address or address,
             kind=kind,
             engine_stats=wire.engine_stats_to_proto(engine_stats()) if engine_stats else None,
+            reward_slot_count=reward_slot_count,
         )
 
     async with client.open_channel(settings.coordinator_address) as channel:

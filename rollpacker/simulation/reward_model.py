@@ -58,6 +58,10 @@ class RewardModel:
         self._slots = [0.0] * int(parameters["sandbox_slots"])
         self.busy_seconds = 0.0  # of the judge
 
+    def room(self, task: str) -> int:
+        """Responses of a task that are worked on at once."""
+        return len(self._slots) if task == "code" else 1
+
     def score(self, at: float, prompt: int, task: str, *, is_cut: bool = False) -> Score:
         """A response that arrives at `at`; `is_cut`: at the cap."""
         correct = bool(self._random.random() < self._parameters["correct_share"])

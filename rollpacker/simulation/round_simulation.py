@@ -23,7 +23,6 @@ from rollpacker.policy.commands import (
     EmitGroup,
     FinishRound,
     LaunchGroup,
-    ScoreResponse,
 )
 from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.events import (
@@ -40,6 +39,7 @@ from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
 from rollpacker.simulation.reward_model import RewardModel
 from rollpacker.simulation.schedule import PLAIN, Schedule
+from rollpacker.simulation.scoring import Scoring
 from rollpacker.types import Draw, DrawId
 
 _SAME_TIME_DIGITS = 6  # of seconds: what happens within a microsecond is simultaneous
@@ -132,7 +132,9 @@ class RoundSimulation:
         self.finished_responses = 0
         self.launched_responses = len(draws) * planned.response_count
         self._launchables = launchables
-        self._reward = reward
+        self._scoring = Scoring.of_round(
+            reward, launchables, rules, complete_first=schedule.complete_first
+        )
         self._trainer = trainer
         self._capacity = response_capacity
         self._release_rule = release_rule
@@ -164,6 +166,7 @@ class RoundSimulation:
             _, _, at, item = heapq.heappop(self._queue)
             self.now = max(self.now, at)
             if isinstance(item, ResponseScored):
+                self._scoring.answered(item)
                 self._tell(item)
             else:
                 name, version = item
@@ -345,17 +348,11 @@ class RoundSimulation:
         commands = self.round.handle(event)
         if self.trace.meter is not None:
             self.trace.meter.handled(event, commands)
-        if not commands:
-            return
         self.trace.commands += len(commands)
-        scores: list[ScoreResponse] = []
         for command in commands:
-            if isinstance(command, ScoreResponse):
-                scores.append(command)
-            else:
-                self._carry_out(command)
-        if scores:
-            self._score(scores)
+            self._carry_out(command)
+        for scored in self._scoring.handled(self.now, commands, self.round.has_lost):
+            self._push_score(scored)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -417,16 +414,3 @@ class RoundSimulation:
         for name in self._where.pop(draw, ()):
             self.replicas[name].abort(self.now, draw)
             self._dirty.add(name)
-
-    def _score(self, commands: Sequence[ScoreResponse]) -> None:
-        items = [self._launchables[command.draw].to_score(command.index) for command in commands]
-        if self._reward is None:
-            for command in commands:
-                self._push_score(ResponseScored(self.now, command.draw, command.index, 1.0))
-            return
-        if self.rules.streams:
-            scores = [self._reward.score(self.now, n, task, is_cut=cut) for n, task, cut in items]
-        else:
-            scores = self._reward.score_in_turn(self.now, items)
-        for command, score in zip(commands, scores, strict=True):
-            self._push_score(ResponseScored(score.at, command.draw, command.index, score.reward))

@@ -35,6 +35,7 @@ class Schedule:
 
     predictor: Predictor | None = None  # groups are placed by it, when all replicas are there
     spreads_groups: bool = False  # the responses of a group go to different replicas, in turn
+    complete_first: bool = False  # scored are groups that are complete, before others
     rebalances: bool = False  # an idle replica takes a group over (`policy.rebalance`)
     releases: int = 1  # of replicas to training, at most so many per round
     releases_by_cap: bool = False  # when the others could hold what runs at the cap
@@ -43,8 +44,8 @@ class Schedule:
 
 
 PLAIN = Schedule()
-REBALANCED = Schedule(rebalances=True)  # what a live run in mode auto does
-TRAINING_IDLE = Schedule(rebalances=True, releases=1 << 20, releases_idle=True)
+REBALANCED = Schedule(complete_first=True, rebalances=True)  # what a live run in mode auto does
+TRAINING_IDLE = Schedule(complete_first=True, rebalances=True, releases=1 << 20, releases_idle=True)
 SPREAD = Schedule(spreads_groups=True)
 AS_PUBLISHED = Schedule(spreads_groups=True, releases_by_cap=True)  # our reading of the paper
 

@@ -68,6 +68,7 @@ IDEAS = (
     Idea("predicted_perfectly", _predicted(schedules.true_lengths)),
     Idea("spread_groups", partial(_scheduled, spreads_groups=True)),
     Idea("rebalance", partial(_scheduled, rebalances=True)),
+    Idea("complete_groups_first", partial(_scheduled, complete_first=True)),
     Idea("small_groups", _small_groups),
     Idea("first_8_of_10", partial(_ruled, response_speculation_factor=1.25), needs_seeds=True),
     Idea("fill_in", partial(_scheduled, bubble_acceptance=_accepted_begun), needs_seeds=True),

@@ -1397,12 +1397,17 @@ class HeartbeatRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     ENGINE_STATS_FIELD_NUMBER: _builtins.int
+    REWARD_SLOT_COUNT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique and stable over restarts, for example "rollout-0"."""
     address: _builtins.str
     """Where the worker's service listens: "host:port" or "unix:///path"."""
     kind: Global___WorkerKind.ValueType
     """What the worker does."""
+    reward_slot_count: _builtins.int
+    """Responses that it grades at once; reward services only. 0: not told, so the coordinator sends
+    it all that there is.
+    """
     @_builtins.property
     def engine_stats(self) -> _rollout_service_pb2.EngineStats:
         """Rollout replicas only."""
@@ -1414,10 +1419,11 @@ class HeartbeatRequest(_message.Message):
         address: _builtins.str = ...,
         kind: Global___WorkerKind.ValueType = ...,
         engine_stats: _rollout_service_pb2.EngineStats | None = ...,
+        reward_slot_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stats", b"engine_stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_stats", b"engine_stats", "kind", b"kind", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_stats", b"engine_stats", "kind", b"kind", "reward_slot_count", b"reward_slot_count", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1499,11 +1505,14 @@ class Worker(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     ENGINE_STATS_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REWARD_SLOT_COUNT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """See HeartbeatRequest."""
     address: _builtins.str
     """See HeartbeatRequest."""
     kind: Global___WorkerKind.ValueType
+    """See HeartbeatRequest."""
+    reward_slot_count: _builtins.int
     """See HeartbeatRequest."""
     @_builtins.property
     def engine_stats(self) -> _rollout_service_pb2.EngineStats:
@@ -1521,10 +1530,11 @@ class Worker(_message.Message):
         kind: Global___WorkerKind.ValueType = ...,
         engine_stats: _rollout_service_pb2.EngineStats | None = ...,
         lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
+        reward_slot_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_stats", b"engine_stats", "lease_expire_time", b"lease_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_stats", b"engine_stats", "kind", b"kind", "lease_expire_time", b"lease_expire_time", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_stats", b"engine_stats", "kind", b"kind", "lease_expire_time", b"lease_expire_time", "reward_slot_count", b"reward_slot_count", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

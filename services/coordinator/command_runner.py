@@ -1,7 +1,7 @@
 """Carries out the commands of one round, and tells it what comes of them.
 
     replicas --ReplicaJoined/Lost--> +-------+ --LaunchGroup--> a stream per running group
-    streams --Progress, Finished---> | Round | --ScoreResponse-> a call per finished response
+    streams --Progress, Finished---> | Round | --ScoreResponse-> its line, then a call each
     scores --ResponseScored--------> +-------+ --EmitGroup----> XADD, in order
     data --DrawsAdded--------------> +-------+ --RequestDraws-> the next prompts
 
@@ -40,6 +40,7 @@ from rollpacker.policy.events import (
     ReplicaLost,
     ResponseScored,
 )
+from rollpacker.policy.reward_queue import RewardQueue
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown
 from rollpacker.rpc.errors import ServiceError
@@ -91,6 +92,7 @@ class CommandRunner:
         self._context = context
         self._replicas = replicas
         self._rewards = rewards
+        self._reward_queue = RewardQueue(round_.responses_per_prompt)
         self._emit = emit
         self._on_progress = on_progress
         self._take_draws = take_draws
@@ -101,6 +103,8 @@ class CommandRunner:
         self._streams = GroupStreams(context, replicas, self._tasks, self._tell)
         self._groups: list[PromptGroup] = []
         self._reported_at = 0.0
+        self._first_at: float | None = None  # of its events, monotonic
+        self._last_at = 0.0
 
     async def run(self, restored: Sequence[PromptGroup] = ()) -> RoundResult:
         """Run the round; `restored` groups stand in the sample stream already, in its order.
@@ -122,6 +126,7 @@ class CommandRunner:
             return RoundResult(
                 finish,
                 [*restored, *self._groups],
+                reward_wait_seconds=self._reward_wait_seconds(finish),
                 idle_share=self._streams.idle.share(now),
                 drafts=self._drafts_left(finish),
                 checked_drafts=tuple(self._streams.carry_over.checked),
@@ -151,6 +156,9 @@ class CommandRunner:
             self._report()
 
     async def _handle(self, event: Event) -> FinishRound | None:
+        if self._first_at is None:
+            self._first_at = event.at
+        self._last_at = event.at
         commands = self._round.handle(event)
         for observe in self._observers:
             observe(event, commands)
@@ -158,6 +166,9 @@ class CommandRunner:
             if isinstance(command, FinishRound):
                 return command
             await self._carry_out(command)
+        room = self._rewards.room()
+        for due in self._reward_queue.take(room, self._round.has_lost):
+            self._tasks.spawn(self._score(due.draw, due.index))
         return None
 
     async def _rebalance(self) -> None:
@@ -218,8 +229,9 @@ class CommandRunner:
                 await self._streams.launch(draw, replica_id, indices)
             case AbortGroup(draw):
                 self._streams.abort(draw)
-            case ScoreResponse(draw, index):
-                self._tasks.spawn(self._score(draw, index))
+                self._reward_queue.let_go(draw)
+            case ScoreResponse():
+                self._reward_queue.put(command)
             case RequestDraws(count):
                 self._add_draws(count)
             case EmitGroup():
@@ -233,6 +245,10 @@ class CommandRunner:
             self._prompt_tokens[draw.id] = len(self._context.prompts[draw.id].token_ids)
         known = [self._restored.pop(draw.id) for draw in draws if draw.id in self._restored]
         self._tell(DrawsAdded(time.monotonic(), count, tuple(draws), tuple(known)))
+
+    def _reward_wait_seconds(self, finish: FinishRound) -> float:
+        assert self._first_at is not None
+        return max(0.0, self._last_at - self._first_at - finish.rollout_seconds)
 
     def _drafts_left(self, finish: FinishRound) -> dict[DrawId, tuple[Draft, ...]]:
         return {
@@ -255,6 +271,7 @@ class CommandRunner:
             self._tell(RoundFailedError(f"prompt {prompt.prompt_id} cannot be scored: {error}"))
             return
         collected.score = score
+        self._reward_queue.answered()
         self._tell(ResponseScored(time.monotonic(), draw, index, score.reward))
 
 

@@ -110,6 +110,7 @@ def worker_message(worker: Worker) -> pb.Worker:
         kind=worker.kind,
         engine_stats=wire.engine_stats_to_proto(stats) if stats else None,
         lease_expire_time=wire.timestamp_to_proto(worker.lease_end),
+        reward_slot_count=worker.reward_slot_count,
     )
 
 

@@ -67,6 +67,7 @@ def round_outcome(
             "rollout/moved_groups": float(result.moved_groups),
             **domain_metrics(groups, after, domain_of),
             "timing_s/apply_weights": result.apply_seconds,
+            "timing_s/reward_wait": result.reward_wait_seconds,
             "idle/replica_share": result.idle_share,
             **replica_metrics(result.preemptions, result.tensor_parallel_size),
         },

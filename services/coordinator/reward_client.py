@@ -29,6 +29,7 @@ from rollpacker.v1 import coordinator_service_pb2, reward_service_pb2, reward_se
 from services.coordinator.workers import WorkerRegistry
 
 _BACKOFF_SECONDS = 0.2
+_PER_SLOT = 2  # responses with a service, so that a slot that is done finds the next one
 _SLOWEST_CHARACTERS_PER_SECOND = 400.0  # of a judge that reads a response
 _WORKER_LOST = "WORKER_LOST"
 _log = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ class RewardClient:
         self._workers = workers
         self._settings = settings
         self._run_id = run_id
+
+    def room(self) -> int:
+        """Responses that the services work on at once; 0: nobody knows."""
+        return self._settings.max_concurrent_responses or _PER_SLOT * self._workers.reward_slots()
 
     async def score(self, response_id: str, text: str, prompt: Prompt) -> Score:
         """Score one response. Raises InvalidArgumentError: the reference itself is unusable."""

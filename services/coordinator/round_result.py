@@ -21,6 +21,7 @@ class RoundResult:
     finish: FinishRound
     groups: list[PromptGroup] = field(default_factory=list)  # in the order of the stream
     apply_seconds: float = 0.0  # until the first replica served the weights
+    reward_wait_seconds: float = 0.0  # behind the rollout, until the winners had their rewards
     idle_share: float = 0.0  # of the replicas' time, without a group
     drafts: dict[DrawId, tuple[Draft, ...]] = field(default_factory=dict)  # of the deferred draws
     checked_drafts: tuple[CheckedDraft, ...] = ()

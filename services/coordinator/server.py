@@ -132,7 +132,14 @@ class CoordinatorServicer(ControlServicer, DeviceServicer):
         stats = None
         if request.HasField("engine_stats"):
             stats = wire.engine_stats_from_proto(request.engine_stats)
-        await self._workers.heartbeat(request.worker_id, request.address, request.kind, stats)
+        if request.reward_slot_count < 0:
+            raise InvalidArgumentError.field(
+                "reward_slot_count",
+                f"{request.reward_slot_count} is below 0; 0 says that it is not known",
+            )
+        await self._workers.heartbeat(
+            request.worker_id, request.address, request.kind, stats, request.reward_slot_count
+        )
         lease = Duration()
         lease.FromMilliseconds(round(self._workers.lease_seconds * 1000))
         return pb.HeartbeatResponse(lease_duration=lease)

@@ -36,6 +36,7 @@ class Worker:
     channel: grpc.aio.Channel
     calls: set[grpc.aio.Call] = field(default_factory=set)  # under way; for routing, and to end
     has_moved: bool = False  # its service answers elsewhere now
+    reward_slot_count: int = 0  # responses that it grades at once; 0: not told
 
 
 class WorkerRegistry:
@@ -57,6 +58,7 @@ class WorkerRegistry:
         address: str,
         kind: pb.WorkerKind.ValueType,
         engine_stats: EngineStats | None,
+        reward_slot_count: int = 0,
     ) -> None:
         """Register a worker or renew its lease; a new address replaces the old one."""
         lease_end = self._clock() + self.lease_seconds
@@ -74,6 +76,7 @@ class WorkerRegistry:
             channel = open_channel(address, takes_turns=kind == pb.WORKER_KIND_REWARD)
             worker = Worker(worker_id, address, kind, engine_stats, lease_end, channel)
             self._workers[worker_id] = worker
+        worker.reward_slot_count = reward_slot_count
         if not was_alive:
             _log.info("worker %s is at %s", worker_id, address)
             self._changed.set()
@@ -94,6 +97,11 @@ class WorkerRegistry:
                 known.append((stats.max_context_tokens, worker.worker_id))
                 known.append((stats.kv_budget_tokens, worker.worker_id))
         return min((limit for limit in known if limit[0] > 0), default=(0, ""))
+
+    def reward_slots(self) -> int:
+        """Responses that all reward services together grade at once; 0: one does not tell."""
+        counts = [worker.reward_slot_count for worker in self._found(pb.WORKER_KIND_REWARD)]
+        return sum(counts) if all(counts) else 0
 
     async def wait_for_change(self, seconds: float) -> None:
         """Return when a worker has come, or after `seconds`."""

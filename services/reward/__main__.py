@@ -59,7 +59,11 @@ async def run(settings: RewardServiceSettings) -> None:
             door = SideDoor(settings.run_code_address, settings.run_code_token, pool, limit)
             stack.enter_context(door)
         heartbeat = partial(
-            run_heartbeat, settings, coordinator_service_pb2.WORKER_KIND_REWARD, server.address
+            run_heartbeat,
+            settings,
+            coordinator_service_pb2.WORKER_KIND_REWARD,
+            server.address,
+            reward_slot_count=pool.slot_count,
         )
         metrics = partial(
             serve_metrics,

@@ -227,6 +227,10 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
         self.flipped = False  # right is wrong
         self.never_right = False
         self.asked = asyncio.Event()  # a call has come since `hold`
+        self.seconds = 0.0  # that a score takes
+        self.scored_count = 0
+        self.most_at_once = 0
+        self._under_way = 0
         self._gate: asyncio.Event | None = None
 
     def hold(self) -> asyncio.Event:
@@ -236,7 +240,16 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
         return self._gate
 
     async def ScoreResponse(self, request: Any, context: Any) -> Any:
+        self._under_way += 1
+        self.most_at_once = max(self.most_at_once, self._under_way)
+        try:
+            return await self._score(request)
+        finally:
+            self._under_way -= 1
+
+    async def _score(self, request: Any) -> Any:
         self.asked.set()
+        await asyncio.sleep(self.seconds)
         if self._gate is not None:
             await self._gate.wait()
         if self.unavailable:
@@ -244,6 +257,7 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
             raise UnavailableError("AWAY", "try again")
         if self.failing:
             raise InternalError("GRADER_FAILED", "no use")
+        self.scored_count += 1
         correct = (len(request.response_text) % 2 == 0) != self.flipped and not self.never_right
         return reward_service_pb2.ScoreResponseResponse(
             reward=float(correct),

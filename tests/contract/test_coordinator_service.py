@@ -22,12 +22,14 @@ from rollpacker.rpc.errors import (
     NotFoundError,
     OutOfRangeError,
 )
+from rollpacker.settings import RewardSettings
 from rollpacker.store import keys
 from rollpacker.store.draft_store import DraftStore
 from rollpacker.store.records import RunState
 from rollpacker.store.run_store import RunStore
 from rollpacker.types import Draft, DrawId
 from rollpacker.v1 import coordinator_service_pb2 as pb
+from services.coordinator.reward_client import RewardClient
 from tests.contract import fake_workers as fakes
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
 from tests.contract.test_run_control import (
@@ -190,6 +192,42 @@ async def test_a_broken_stream_or_reward_costs_time_only(cluster: Cluster) -> No
         steps = await c.steps()
     assert all(step.metrics["reward/none_count"] == 0 for step in steps)
     await until_idle(cluster)
+
+
+async def test_responses_that_wait_for_a_slow_reward_service_change_nothing(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory)
+    cluster.reward.seconds = 0.002
+    expected = await undisturbed(cluster, values)
+    at_once = cluster.reward.most_at_once
+    cluster.reward.most_at_once = cluster.reward.scored_count = 0
+    values["reward"] = {"max_concurrent_responses": 1}
+    async with coordinator(cluster) as c:
+        await c.start(values)
+        await c.until_ended()
+        assert await c.schedule() == expected
+        trained = sum(len(step) for step in await samples(c, "r"))
+    assert (cluster.reward.most_at_once, at_once > 1) == (1, True)
+    assert trained <= cluster.reward.scored_count
+
+
+async def test_reward_services_are_sent_twice_what_they_grade_at_once(cluster: Cluster) -> None:
+    async with coordinator(cluster) as c:
+        address, kind = cluster.addresses["reward-0"]
+        rewards = RewardClient(c.workers, RewardSettings(), "r")
+        assert rewards.room() == 0  # it has not told
+        for name, slots, room in (("reward-0", 3, 6), ("reward-1", 2, 10), ("reward-1", 0, 0)):
+            request = pb.HeartbeatRequest(
+                worker_id=name, address=address, kind=kind, reward_slot_count=slots
+            )
+            await call(lambda request=request: c.stub.Heartbeat(request))
+            assert rewards.room() == room
+        limited = RewardClient(c.workers, RewardSettings(max_concurrent_responses=7), "r")
+        assert limited.room() == 7
+        request.reward_slot_count = -1
+        with pytest.raises(InvalidArgumentError, match="reward_slot_count"):
+            await call(lambda: c.stub.Heartbeat(request))
 
 
 async def samples(c: Coordinator, run_id: str) -> list[list[tuple[int, ...]]]:

@@ -1,0 +1,95 @@
+"""How the finished responses of one round come to the reward model.
+
+    ScoreResponse, AbortGroup --> Scoring --> ResponseScored, with the time at which it is known
+
+As they finish; or, where the schedule says so, through the line that a live run has
+(`policy.reward_queue`), one for each task: the model has a dispatcher, sandbox slots and a judge.
+In a round that does not stream, all at once, one grader after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollpacker.policy.commands import AbortGroup, Command, ScoreResponse
+from rollpacker.policy.events import ResponseScored
+from rollpacker.policy.reward_queue import RewardQueue
+from rollpacker.policy.tail_batching import TailBatchingRules
+from rollpacker.simulation.reward_model import RewardModel
+from rollpacker.types import DrawId
+
+
+class Scorable(Protocol):
+    """What has to be known of a draw."""
+
+    @property
+    def task(self) -> str: ...
+
+    def to_score(self, index: int) -> tuple[int, str, bool]:
+        """A response as the reward model takes it: (prompt, task, whether it was cut off)."""
+
+
+@dataclass(slots=True)
+class Scoring:
+    """See the top of the file. Use once."""
+
+    reward: RewardModel | None  # None: rewards take no time
+    draws: Mapping[DrawId, Scorable]
+    streams: bool
+    lines: dict[str, RewardQueue]  # by task; empty: there are none
+
+    @classmethod
+    def of_round(
+        cls,
+        reward: RewardModel | None,
+        draws: Mapping[DrawId, Scorable],
+        rules: TailBatchingRules,
+        *,
+        complete_first: bool,
+    ) -> Scoring:
+        """`complete_first`: responses of complete groups go before others."""
+        tasks = {known.task for known in draws.values()} if complete_first and reward else ()
+        lines = {task: RewardQueue(rules.responses_per_prompt) for task in sorted(tasks)}
+        return cls(reward, draws, rules.streams, lines if rules.streams else {})
+
+    def handled(
+        self, now: float, commands: Sequence[Command], has_lost: Callable[[DrawId], bool]
+    ) -> list[ResponseScored]:
+        """The scores that these commands begin."""
+        if not self.lines:
+            return self._scored(now, [c for c in commands if isinstance(c, ScoreResponse)])
+        for command in commands:
+            if isinstance(command, ScoreResponse):
+                self._line(command.draw).put(command)
+            elif isinstance(command, AbortGroup):
+                self._line(command.draw).let_go(command.draw)
+        assert self.reward is not None
+        taken = [
+            command
+            for task, line in self.lines.items()
+            for command in line.take(self.reward.room(task), has_lost)
+        ]
+        return self._scored(now, taken)
+
+    def answered(self, event: ResponseScored) -> None:
+        """A score is known: there is room for another response."""
+        if self.lines:
+            self._line(event.draw).answered()
+
+    def _line(self, draw: DrawId) -> RewardQueue:
+        return self.lines[self.draws[draw].task]
+
+    def _scored(self, now: float, commands: Sequence[ScoreResponse]) -> list[ResponseScored]:
+        if self.reward is None:
+            return [ResponseScored(now, c.draw, c.index, 1.0) for c in commands]
+        items = [self.draws[command.draw].to_score(command.index) for command in commands]
+        if self.streams:
+            scores = [self.reward.score(now, n, task, is_cut=cut) for n, task, cut in items]
+        else:
+            scores = self.reward.score_in_turn(now, items)
+        return [
+            ResponseScored(score.at, command.draw, command.index, score.reward)
+            for command, score in zip(commands, scores, strict=True)
+        ]
