@@ -223,8 +223,9 @@ class RewardSettings(Section):
     max_concurrent_responses: int = Field(
         0,
         ge=0,
-        description="responses with the reward services at once; the others wait, those of complete"
-        " groups first. 0: twice the slots that the services tell, or all, where one tells none",
+        description="responses with the reward services at once; others wait, those of complete"
+        " groups first. 0: twice the slots that the services tell, at least 64; all, where one"
+        " tells none",
     )
 
 

@@ -63,6 +63,7 @@ class PlannerRules:
     max_stand_in: float = 4.0  # groups for which the longest complete one may stand
     unchanged: Unchanged = _always  # whether a response is, up to a token, some updates later
     acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
+    reward_seconds: float = 0.0  # that a round takes at least, until its rewards are known
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
     largest_size: int = 0  # 0: engines keep their own
@@ -79,7 +80,7 @@ class EngineMeasure:
     kv_capacity: int  # tokens per replica
     prompt_tokens: int
     free_sequences: int = 0
-    other_seconds: float = 0.0  # of a step, that no ladder changes
+    other_seconds: float = 0.0  # of a step, behind its rewards, that no ladder changes
 
     def step_seconds(self, running: float, kv_tokens: float) -> float:
         """One token for each of `running` responses of a replica, which fit its KV cache."""
@@ -96,7 +97,8 @@ class Forecast:
 
     factors: tuple[float, ...]
     sizes: tuple[int, ...]  # tensor-parallel size of the engines, by level
-    rollout_seconds: float  # mean over its rounds, with the resizes between them
+    rollout_seconds: float  # mean over its rounds, with their rewards and the resizes between them
+    decode_seconds: float  # of these, while tokens are decoded
     length_ratio: float  # trained mean over uncensored mean
     max_age: float  # steps
     step_seconds: float  # of a whole step
@@ -114,11 +116,15 @@ class LevelRound:
     start: float  # tokens that come from drafts
     ends: tuple[float, ...]  # tokens of the longest response that it needs, equally likely cases
 
-    def seconds(self, rules: PlannerRules, engine: EngineMeasure, law: GroupLaw) -> float:
-        """Of its rollout, on average."""
+    def seconds(
+        self, rules: PlannerRules, engine: EngineMeasure, law: GroupLaw
+    ) -> tuple[float, float]:
+        """Until its rewards are known, on average; of these, while tokens are decoded."""
         groups = self.factor * rules.prompts_per_step / engine.replicas
         profile = _profile(engine, law, groups, self.pool, self.start)
-        return fmean(_between(law.grid, profile, end) for end in self.ends)
+        decoding = [_between(law.grid, profile, end) for end in self.ends]
+        scored = (max(seconds, rules.reward_seconds) for seconds in decoding)
+        return fmean(scored), fmean(decoding)
 
 
 def level_rounds(
@@ -165,9 +171,9 @@ def forecast(
     the levels; empty: the best ones.
     """
     rounds = level_rounds(rules, law, factors)
-    seconds = [  # of each level, by size
+    seconds = [  # of each level, by size: with rewards, without them
         {
-            size: item.rate * item.seconds(rules, engine, law)
+            size: item.seconds(rules, engine, law)
             for size, engine in engines.items()
             if not sizes or size == sizes[level]
         }
@@ -175,21 +181,26 @@ def forecast(
     ]
     resizes = level_changes(factors, rules.prompts_per_step)
 
-    def rollout_seconds(chosen: tuple[int, ...]) -> float:
-        decoding = sum(of_level[size] for size, of_level in zip(chosen, seconds, strict=True))
+    def of_sizes(chosen: tuple[int, ...]) -> tuple[float, float]:
+        """Mean seconds of a round: with rewards and resizes, and without either."""
+        both = [of_level[size] for size, of_level in zip(chosen, seconds, strict=True)]
+        scored = sum(item.rate * one for item, (one, _) in zip(rounds, both, strict=True))
+        decoding = sum(item.rate * one for item, (_, one) in zip(rounds, both, strict=True))
         resized = sum(share for (a, b), share in resizes.items() if chosen[a] != chosen[b])
-        return decoding + resized * rules.resize_seconds
+        return scored + resized * rules.resize_seconds, decoding
 
-    best = min(product(*seconds), key=rollout_seconds)
+    best = min(product(*seconds), key=of_sizes)
+    rollout_seconds, decode_seconds = of_sizes(best)
     kept = [_race(item.pool, 1.0 / item.factor)[0] for item in rounds]
     tokens = sum(  # of a trained group
         item.rate * _mean_tokens(law, pool) for item, pool in zip(rounds, kept, strict=True)
     )
-    step_seconds = rollout_seconds(best) + engines[best[0]].other_seconds
+    step_seconds = rollout_seconds + engines[best[0]].other_seconds
     return Forecast(
         factors,
         best,
-        rollout_seconds(best),
+        rollout_seconds,
+        decode_seconds,
         tokens / law.tokens(0.0, 1.0),
         max(item.oldest for item in rounds),
         step_seconds,

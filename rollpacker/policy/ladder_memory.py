@@ -47,6 +47,8 @@ _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
 _MIN_COMPARED = 30.0  # draft tokens of an age
+_WAITS = 0.25  # of a round: so long a wait for rewards is no last grading, they cannot keep up
+_NEWEST = 0.25  # weight of the newest round that waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class RoundSeen:
     deferred: Sequence[DeferredDraw]
     engines: EnginesSeen
     moved: Set[DrawId] = frozenset()  # of the trained groups; their drafts say nothing
+    rollout_seconds: float = 0.0
+    reward_wait_seconds: float = 0.0  # behind the rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class LadderMemory:
     pairs: PairsSeen = field(default_factory=dict)  # responses that ended twice
     # By age: how many were compared, and how many were the same.
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    reward_seconds: float = 0.0  # until a round has its rewards, however short its rollout is
 
 
 def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
@@ -136,7 +141,14 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
         engines_remembered(memory.engines, seen.engines, _FADES),
         pairs,
         drafts,
+        _reward_seconds(memory.reward_seconds, seen),
     )
+
+
+def other_seconds(metrics: Mapping[str, float]) -> float:
+    """What a step took beside its rollout and its wait for rewards, by its metrics."""
+    waited = metrics.get("timing_s/reward_wait", 0.0)  # older versions do not tell
+    return metrics["timing_s/step"] - metrics["timing_s/rollout"] - waited
 
 
 def is_due(step: int) -> bool:
@@ -154,7 +166,8 @@ def next_ladder(
 ) -> LadderChoice:
     """The ladder from this step on.
 
-    `other_seconds`: what each of the last `STEPS_SEEN` steps took beside its rollout.
+    `other_seconds`: what each of the last `STEPS_SEEN` steps took beside its rollout and its wait
+    for rewards.
     `present_sizes`: by level, where they are the run's to choose (`rules.largest_size`).
     """
     sizes = present_sizes or (0,) * (len(present) + 1)
@@ -169,6 +182,7 @@ def next_ladder(
         unchanged=unchanged(memory.pairs),
         acceptance=_by_age(memory.draft_tokens),
         resize_seconds=memory.engines.resize_seconds,
+        reward_seconds=memory.reward_seconds,
     )
     groups = [
         ObservedGroup(
@@ -193,6 +207,7 @@ def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
         "engines": engines_to_json(memory.engines),
         "pairs": [[*key, *astuple(item)] for key, item in memory.pairs.items()],
         "draft_tokens": [[age, *counts] for age, counts in memory.draft_tokens.items()],
+        "reward_seconds": memory.reward_seconds,
     }
 
 
@@ -210,6 +225,7 @@ def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
         engines=engines_from_json(engines),
         pairs={(age, size): Pairs(*counts) for age, size, *counts in values.get("pairs", ())},
         draft_tokens={age: (all_, same) for age, all_, same in values["draft_tokens"]},
+        reward_seconds=values.get("reward_seconds", 0.0),
     )
 
 
@@ -242,6 +258,14 @@ def _compare(
         if before and after:
             key = age, octave(before)
             pairs[key] = pairs.get(key, Pairs()).add(before, same=before == after)
+
+
+def _reward_seconds(before: float, seen: RoundSeen) -> float:
+    """What a round takes whose rewards cannot keep up; a round that is over sooner says less."""
+    seconds = seen.rollout_seconds + seen.reward_wait_seconds
+    if seen.reward_wait_seconds <= _WAITS * seconds:
+        return min(before, seconds)
+    return before + _NEWEST * (seconds - before) if before else seconds
 
 
 def _faded(counts: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:

@@ -20,6 +20,10 @@ from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 from rollpacker.policy.ladder_forecast import EngineMeasure, Forecast, PlannerRules, forecast
 
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
+# Forecasts of the same ladder differ by so much: it may be foretold to be off by the tolerance and
+# this share of it, so that one at the edge is not left and taken again all the time.
+_SLACK = 0.15
+_EQUAL = 1e-3  # ladders whose tokens per second differ by less: where rewards decide the times
 _ALONE = (4 / 3,)  # of a single level: its rounds leave nothing waiting, so draws stay young
 
 
@@ -50,7 +54,8 @@ def choose_ladder(
     law = GroupLaw(groups, rules.max_response_tokens)
     now = forecast(rules, engines, law, present, sizes=present_sizes)
     is_guess = law.stand_in > rules.max_stand_in and law.keys[-1] < rules.max_response_tokens
-    if is_guess and _allowed(rules, now):
+    stays = _allowed(rules, now, 1.0 + _SLACK)
+    if is_guess and stays:
         return LadderChoice(
             present,
             present_sizes,
@@ -59,9 +64,11 @@ def choose_ladder(
         )
     others = [forecast(rules, engines, law, factors) for factors in _candidates(rules)]
     allowed = [other for other in others if _allowed(rules, other)]
-    best = max(allowed, key=lambda item: item.tokens_per_second)
+    most = max(item.tokens_per_second for item in allowed)
+    equal = (item for item in allowed if item.tokens_per_second >= (1.0 - _EQUAL) * most)
+    best = min(equal, key=lambda item: item.decode_seconds)
     gain = _gain(now, best)
-    if _allowed(rules, now) and gain < rules.min_gain:
+    if stays and gain < rules.min_gain:
         reason = f"keeps {_describe(now)}: the best other saves {gain:.1%}"
         return LadderChoice(present, present_sizes, reason)
     return LadderChoice(
@@ -90,10 +97,10 @@ def _gain(now: Forecast, best: Forecast) -> float:
     return saved / now.rollout_seconds
 
 
-def _allowed(rules: PlannerRules, item: Forecast) -> bool:
+def _allowed(rules: PlannerRules, item: Forecast, slack: float = 1.0) -> bool:
     return (
         item.max_age <= rules.max_deferral_age
-        and abs(item.length_ratio - 1.0) <= rules.length_tolerance
+        and abs(item.length_ratio - 1.0) <= slack * rules.length_tolerance
     )
 
 

@@ -9,7 +9,7 @@ of the live coordinator or of the replay. A ladder that people changed by hand c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rollpacker.policy.ladder_memory import (
     TrainedGroup,
     is_due,
     next_ladder,
+    other_seconds,
     remembered,
 )
 from rollpacker.round_log import LoggedRound
@@ -54,7 +55,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 smallest_size=tail.get("tensor_parallel_size", 1),
                 largest_size=tail.get("max_tensor_parallel_size", 0),
             )
-            others = [_other_seconds(metrics[s]) for s in range(max(0, step - STEPS_SEEN), step)]
+            others = [other_seconds(metrics[s]) for s in range(max(0, step - STEPS_SEEN), step)]
             choice = next_ladder(
                 planner,
                 memory,
@@ -78,13 +79,12 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 "same": same,
             }
         before = rules
-        apply_seconds = metrics[step].get("timing_s/apply_weights", 0.0)
-        memory = remembered(memory, round_seen(logged, apply_seconds))
+        memory = remembered(memory, round_seen(logged, metrics[step]))
     yield {"figure": "ladders", "choices": choices, "differences": differences}
 
 
-def round_seen(logged: LoggedRound, apply_seconds: float) -> RoundSeen:
-    """What the run remembered of a round."""
+def round_seen(logged: LoggedRound, metrics: Mapping[str, float]) -> RoundSeen:
+    """What the run remembered of a round; `metrics` are its step's."""
     arguments = logged.arguments
     round_ = arguments.make()
     meter = EngineMeter(arguments.prompt_tokens)
@@ -131,8 +131,10 @@ def round_seen(logged: LoggedRound, apply_seconds: float) -> RoundSeen:
         arguments.plan.step,
         trained,
         finish.deferred,
-        EnginesSeen.of(meter, size, apply_seconds),
+        EnginesSeen.of(meter, size, metrics.get("timing_s/apply_weights", 0.0)),
         meter.moved,
+        finish.rollout_seconds,
+        metrics.get("timing_s/reward_wait", 0.0),
     )
 
 
@@ -140,8 +142,3 @@ def _metrics(path: Path) -> dict[int, dict[str, float]]:
     """By step."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["step"]: row for row in rows}
-
-
-def _other_seconds(row: dict[str, float]) -> float:
-    """What a step took beside its rollout."""
-    return row["timing_s/step"] - row["timing_s/rollout"]

@@ -42,7 +42,7 @@ class PlannedSteering:
             self.memory = remembered(self.memory, round_seen(done[-1]))
         if not is_due(step):
             return None
-        others = [s.step_seconds - s.rollout_seconds for s in done[-STEPS_SEEN:]]
+        others = [s.step_seconds - s.scored_seconds for s in done[-STEPS_SEEN:]]
         choice = next_ladder(
             self._rules,
             self.memory,
@@ -92,6 +92,8 @@ def round_seen(step: StepTrace) -> RoundSeen:
         trace.finish.deferred,
         dataclasses.replace(engines, kv_capacity=step.kv_capacity),
         trace.meter.moved,
+        step.rollout_seconds,
+        step.scored_seconds - step.rollout_seconds,
     )
 
 

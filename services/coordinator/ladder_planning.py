@@ -21,12 +21,12 @@ from rollpacker.policy.ladder_memory import (
     memory_from_json,
     memory_to_json,
     next_ladder,
+    other_seconds,
     remembered,
 )
 from rollpacker.settings import RunSettings
 from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.store.run_store import RunStore
-from rollpacker.types import StepRecord
 from services.coordinator.round_result import RoundResult
 
 
@@ -41,7 +41,7 @@ async def chosen_ladder(
         planner_rules(settings),
         memory_from_json(state.ladder_memory),
         state.step,
-        [_other_seconds(record) for record in records],
+        [other_seconds(record.metrics) for record in records],
         settings.tail_batching.resolved_speculation_factors,
         settings.tail_batching.resolved_tensor_parallel_sizes,
     )
@@ -82,11 +82,8 @@ def memory_after(state: RunState, result: RoundResult) -> Mapping[str, Any]:
         result.finish.deferred,
         EnginesSeen.of(meter, result.tensor_parallel_size, result.apply_seconds),
         meter.moved,
+        result.finish.rollout_seconds,
+        result.reward_wait_seconds,
     )
     memory = memory_from_json(state.ladder_memory)
     return memory_to_json(remembered(memory, seen))
-
-
-def _other_seconds(record: StepRecord) -> float:
-    """What a step took beside its rollout."""
-    return record.metrics["timing_s/step"] - record.metrics["timing_s/rollout"]

@@ -29,7 +29,9 @@ from rollpacker.v1 import coordinator_service_pb2, reward_service_pb2, reward_se
 from services.coordinator.workers import WorkerRegistry
 
 _BACKOFF_SECONDS = 0.2
-_PER_SLOT = 2  # responses with a service, so that a slot that is done finds the next one
+# Responses that may be with the services: so that a slot that is done finds the next one; and so
+# many at least, as what is graded at once takes no slot, only a call.
+_PER_SLOT, _LEAST = 2, 64
 _SLOWEST_CHARACTERS_PER_SECOND = 400.0  # of a judge that reads a response
 _WORKER_LOST = "WORKER_LOST"
 _log = logging.getLogger(__name__)
@@ -54,8 +56,11 @@ class RewardClient:
         self._run_id = run_id
 
     def room(self) -> int:
-        """Responses that the services work on at once; 0: nobody knows."""
-        return self._settings.max_concurrent_responses or _PER_SLOT * self._workers.reward_slots()
+        """Responses that may be with the services at once; 0: nobody knows what they can do."""
+        if self._settings.max_concurrent_responses:
+            return self._settings.max_concurrent_responses
+        slots = self._workers.reward_slots()
+        return max(_LEAST, _PER_SLOT * slots) if slots else 0
 
     async def score(self, response_id: str, text: str, prompt: Prompt) -> Score:
         """Score one response. Raises InvalidArgumentError: the reference itself is unusable."""

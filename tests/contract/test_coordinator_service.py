@@ -212,12 +212,19 @@ async def test_responses_that_wait_for_a_slow_reward_service_change_nothing(
     assert trained <= cluster.reward.scored_count
 
 
-async def test_reward_services_are_sent_twice_what_they_grade_at_once(cluster: Cluster) -> None:
+async def test_reward_services_are_sent_about_twice_what_they_grade_at_once(
+    cluster: Cluster,
+) -> None:
     async with coordinator(cluster) as c:
         address, kind = cluster.addresses["reward-0"]
         rewards = RewardClient(c.workers, RewardSettings(), "r")
         assert rewards.room() == 0  # it has not told
-        for name, slots, room in (("reward-0", 3, 6), ("reward-1", 2, 10), ("reward-1", 0, 0)):
+        for name, slots, room in (
+            ("reward-0", 2, 64),
+            ("reward-0", 40, 80),
+            ("reward-1", 20, 120),
+            ("reward-1", 0, 0),
+        ):
             request = pb.HeartbeatRequest(
                 worker_id=name, address=address, kind=kind, reward_slot_count=slots
             )

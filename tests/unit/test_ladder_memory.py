@@ -31,6 +31,28 @@ RULES = PlannerRules(P0, R0, CAP)
 SPEED = SpeedSums().add((100.0, 100.0, 1000.0), 1.0).add((100.0, 800.0, 8000.0), 2.0)
 
 
+def timed(rollout: float, wait: float) -> RoundSeen:
+    return RoundSeen(
+        0,
+        [],
+        [],
+        EnginesSeen(SPEED, 1, 0, 100.0),
+        rollout_seconds=rollout,
+        reward_wait_seconds=wait,
+    )
+
+
+def test_what_rewards_need_is_seen_where_a_round_waits_long_for_them() -> None:
+    memory = remembered(LadderMemory(), timed(10.0, 2.0))  # the last grading
+    assert memory.reward_seconds == 0.0
+    memory = remembered(memory, timed(10.0, 30.0))
+    assert memory.reward_seconds == 40.0
+    assert remembered(memory, timed(10.0, 20.0)).reward_seconds == 37.5
+    assert remembered(memory, timed(100.0, 0.0)).reward_seconds == 40.0
+    assert remembered(memory, timed(35.0, 0.0)).reward_seconds == 35.0
+    assert memory_from_json(memory_to_json(memory)) == memory
+
+
 def rounds(count: int, seed: int, *, same: float = 1.0) -> list[RoundSeen]:
     """Level 0 trains P0 of 2 * P0 groups; the others come back in the next round, each response
     with probability `same` at its length."""

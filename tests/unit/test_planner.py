@@ -89,6 +89,41 @@ def test_drafts_make_deferral_cheaper() -> None:
     assert drafts.rollout_seconds < plain.rollout_seconds
 
 
+def test_no_round_is_over_before_its_rewards_are_known() -> None:
+    law = GroupLaw(groups(300, 0.05), 8192)
+    plain = forecast(RULES, ENGINES, law, (2.0, 2.0))
+    shortest = min(
+        item.seconds(RULES, ENGINE, law)[1] for item in level_rounds(RULES, law, (2.0, 2.0))
+    )
+    bound = shortest + 5.0
+    slow = forecast(replace(RULES, reward_seconds=bound), ENGINES, law, (2.0, 2.0))
+    assert slow.decode_seconds == plain.decode_seconds == pytest.approx(plain.rollout_seconds)
+    assert slow.rollout_seconds > plain.rollout_seconds
+    endless = forecast(replace(RULES, reward_seconds=1e6), ENGINES, law, (2.0, 2.0))
+    assert endless.rollout_seconds == pytest.approx(1e6)
+
+
+def test_where_rewards_decide_how_long_a_round_is_the_least_decoding_is_best() -> None:
+    slow = replace(RULES, reward_seconds=1e6, min_gain=-1.0)
+    choice = chosen(slow, groups(400, 0.03), ())
+    law = GroupLaw(groups(400, 0.03), 8192)
+    best = forecast(slow, ENGINES, law, choice.factors).decode_seconds
+    for factors in ((), (1.25,), (1.5,), (2.0,), (1.5, 1.5), (2.0, 2.0, 2.0)):
+        assert best <= forecast(slow, ENGINES, law, factors).decode_seconds
+
+
+@pytest.mark.parametrize(("tolerance", "stays"), [(1.0, True), (0.9, True), (0.8, False)])
+def test_a_ladder_at_the_edge_of_the_tolerance_is_not_left_for_the_noise_of_a_forecast(
+    tolerance: float, stays: bool
+) -> None:
+    drifting = replace(RULES, unchanged=lambda updates, tokens: 0.5, min_gain=0.2)
+    seen = groups(400, 0.03)
+    loss = 1.0 - forecast(drifting, ENGINES, GroupLaw(seen, 8192), (1.25,)).length_ratio
+    assert loss > 0.0
+    choice = chosen(replace(drifting, length_tolerance=tolerance * loss), seen, (1.25,))
+    assert (choice.factors == (1.25,)) is stays
+
+
 def test_a_full_kv_cache_makes_long_rounds_slower() -> None:
     law = GroupLaw(groups(300, 0.2), 8192)
     tight = replace(ENGINE, kv_capacity=20_000)
@@ -247,7 +282,7 @@ def third_level_seconds(count: int, never: float) -> float:
     longest = [8192 if n < never * count else rng.randint(100, 500) for n in range(count)]
     seen = [ObservedGroup((min(top, 300), min(top, 200), top), complete=True) for top in longest]
     rules, law = replace(RULES, prompts_per_step=128), GroupLaw(seen, 8192)
-    return level_rounds(rules, law, (2.0, 2.0, 2.0))[2].seconds(rules, ENGINE, law)
+    return level_rounds(rules, law, (2.0, 2.0, 2.0))[2].seconds(rules, ENGINE, law)[1]
 
 
 def test_at_the_edge_of_the_groups_that_meet_the_cap_a_forecast_rises_without_jumps() -> None:
