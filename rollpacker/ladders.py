@@ -9,5 +9,5 @@ from __future__ import annotations
 DEFAULT_FACTORS: dict[str, tuple[float, ...]] = {
     "exact": (1.75, 2.0),
     "paper": (1.25,),
-    "auto": (2.0, 2.0, 2.0),
+    "auto": (1.5,),
 }

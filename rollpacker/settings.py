@@ -44,12 +44,12 @@ class TailBatchingSettings(Section):
         None,
         ge=0,
         le=8,
-        description="L; default by mode: exact 2, paper 1, auto 3 to begin with, else 0",
+        description="L; default by mode: exact 2, paper 1, auto 1 to begin with, else 0",
     )
     speculation_factors: tuple[float, ...] | None = Field(
         None,
         description="eta of levels 0 to L-1, each in 1..2; default exact 1.75, 2.0; paper 1.25;"
-        " auto begins with 2, 2, 2",
+        " auto begins with 1.5",
     )
     response_speculation_factor: float | None = Field(
         None, ge=1, le=4, description="eta_R; above 1 in mode paper only, default 1.25 there"

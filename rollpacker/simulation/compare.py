@@ -4,9 +4,10 @@ All modes of a scenario see the same prompts, lengths and noise. A scenario is a
 model that the paper runs at it, 32B beyond 32k), a within-prompt correlation and a task; a mode is
 a value of `TailBatchingRules`, or the planner.
 
-`schedule` says what becomes of idle replicas: nothing (`plain`: the same placement for all), they
-take groups over (`rebalance`, which a live run in mode `auto` does unless told otherwise), or they
-train as well where nothing is left to take over (`rebalance, idle`: with `scale_down_rule: idle`).
+`schedule` says what becomes of idle replicas, and in which order responses are scored: nothing, and
+as they finish (`plain`: the same for all modes); they take groups over, and complete groups are
+scored first (`rebalance`: what a live run in mode `auto` does unless told otherwise); or they train
+as well where nothing is left to take over (`rebalance, idle`: with `scale_down_rule: idle`).
 
 `sizes`: engines keep the paper's tensor-parallel size, or preemptions decide it (the paper's rule),
 or mode `auto` plans it.
@@ -67,7 +68,7 @@ FULL_CAPS = (8192, 16384, 32768, 65536, 131072)
 FULL_RHOS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.9)
 # Changes per token and update: the demo's model at learning rate 2e-6, SmolLM2-135M at 1e-6.
 TINY_CHANGES, SMOLLM2_CHANGES = 1e-4, 3e-3
-AUTO_START = DEFAULT_FACTORS["auto"]  # as a live run begins; the best single setting of `regret`
+AUTO_START = DEFAULT_FACTORS["auto"]  # as a live run begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """How much the planner loses against the best fixed ladder, chosen in hindsight.
 
-Regret of a scenario = mean rollout seconds of `auto` over those of its best fixed ladder, minus 1.
-The best single setting is the fixed ladder with the lowest mean over scenarios of the same ratio.
-Weights are frozen and nothing is carried over, so that only the schedule counts.
+Regret of a scenario = mean seconds of a round of `auto`, until its rewards are known, over those of
+its best fixed ladder, minus 1. All schedule their rounds as a live run does (`rebalance`). The best
+single setting is the fixed ladder with the lowest mean over scenarios of the same ratio. Weights
+are frozen and nothing is carried over, so that only the schedule counts.
 
 A run of 40 steps has 5 to 8 long rounds, and which ladder was best is partly luck: take 160 steps,
 where two seeds of a scenario differ less than planners do.
@@ -161,12 +162,13 @@ def _steps(
     planned: bool,
 ) -> list[StepTrace]:
     base = ladder(*factors) if factors else OVERLAP
-    mode = Mode("auto" if planned else "fixed", base, FROZEN, "frozen", "none", planned=planned)
+    name = "auto" if planned else "fixed"
+    mode = Mode(name, base, FROZEN, "frozen", "none", planned=planned, schedule="rebalance")
     return run_mode(parameters, mode, workload, rules, steps)
 
 
 def _seconds(steps: Sequence[StepTrace]) -> float:
-    return fmean(step.rollout_seconds for step in steps)
+    return fmean(step.scored_seconds for step in steps)
 
 
 def _ladders(steps: Sequence[StepTrace]) -> list[list[Any]]:
