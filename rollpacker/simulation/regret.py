@@ -8,7 +8,7 @@ are frozen and nothing is carried over, so that only the schedule counts.
 A run of 40 steps has 5 to 8 long rounds, and which ladder was best is partly luck: take 160 steps,
 where two seeds of a scenario differ less than planners do.
 
-The planner was worked on with the `known`, `held_out` and `held_out_2` scenarios in view; the
+The planner was worked on with the `known` and the `held_out` scenarios in view; the
 `fresh` ones, with other caps and seeds, were looked at once, behind all that was tried. In the
 `growing` ones lengths double over the run: take 100 steps.
 """
@@ -83,7 +83,7 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(65536, 0.4, 1.0, "code", 27),
         RegretScenario(65536, 0.7, 1.0, MIX, 28),
     ),
-    "fresh": (
+    "held_out_3": (
         RegretScenario(12288, 0.35, 1.0, MIX, 51),
         RegretScenario(12288, 0.5, 1.0, "code", 52),
         RegretScenario(12288, 0.65, 1.0, "math", 53),
@@ -96,6 +96,18 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(49152, 0.5, 1.0, "code", 60),
         RegretScenario(49152, 0.65, 1.0, MIX, 61),
         RegretScenario(49152, 0.85, 1.0, "math", 62),
+    ),
+    "fresh": (
+        RegretScenario(10240, 0.35, 1.0, "code", 71),
+        RegretScenario(10240, 0.55, 1.0, MIX, 72),
+        RegretScenario(10240, 0.8, 1.0, MIX, 73),
+        RegretScenario(20480, 0.4, 1.0, MIX, 74),
+        RegretScenario(20480, 0.6, 1.0, "math", 75),
+        RegretScenario(20480, 0.75, 1.0, MIX, 76),
+        RegretScenario(40960, 0.35, 1.0, MIX, 77),
+        RegretScenario(40960, 0.5, 1.0, "math", 78),
+        RegretScenario(40960, 0.65, 1.0, "code", 79),
+        RegretScenario(40960, 0.85, 1.0, MIX, 80),
     ),
     "growing": (RegretScenario(16384, 0.6, 2.0), RegretScenario(32768, 0.3, 2.0)),
 }
