@@ -1,21 +1,22 @@
 """The measured law of prompt groups: how long their longest response is, and all of them.
 
-Groups that were cut off when they were deferred give their weight to the longer ones (Kaplan-Meier,
-by redistribution to the right). The law is read at shares of the groups, in order of their longest
-response, and in bins of neighbouring groups, which the planner moves between levels. No bin holds
-both groups that end by themselves and groups that meet the cap. The longest
-complete group stands for `stand_in` groups, itself and those that were cut off. Where these are
-many, the tail is a guess.
+Groups that were cut off when they were deferred give their weight to longer ones of their kind
+(Kaplan-Meier, by redistribution to the right). The law is read at shares of the groups, in order of
+their longest response, and in bins of neighbouring groups, which the planner moves between levels.
+No bin holds both groups that end by themselves and groups that meet the cap. The longest complete
+group stands for `stand_in` groups, itself and those that were cut off. Where these are many, the
+tail is a guess.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+_ALIKE = 5  # groups, at least, to which one that was cut off gives its weight
 _GRID = 40  # points of the integral over tokens
 # Shares of the groups at which bins meet: finer where levels cut, and towards the longest.
 _EDGES = (
@@ -131,23 +132,53 @@ def _redistributed(
 ) -> tuple[list[tuple[ObservedGroup, float]], float]:
     """Complete groups by key; those that were cut off give their weight to the longer ones.
 
-    Behind the longest complete group there is none to give it to: it goes to that one. For how many
-    groups that one stands is returned too.
+    To those of which about as many responses had more tokens than that: prompts decide lengths too,
+    and of the groups whose responses change until they come back, those of long prompts are seen
+    whole more often. Behind the longest complete group there is none to give it to: it goes to that
+    one. For how many groups that one stands is returned too.
     """
     ordered = sorted(groups, key=lambda group: (group.longest, not group.complete))
-    rest = sum(group.weight for group in ordered)
-    gain, kept = 1.0, []
-    for group in ordered:
+    longest = [group.longest for group in ordered]
+    rows = [sorted(group.response_tokens) for group in ordered]
+    weights = [group.weight for group in ordered]
+    last = max(place for place, group in enumerate(ordered) if group.complete)
+    cut, alike = -1, {}
+    for place, group in enumerate(ordered):
         if group.complete:
-            kept.append((group, group.weight * gain))
-        elif rest > group.weight:
-            gain *= rest / (rest - group.weight)
-        rest -= group.weight
-    missing = sum(group.weight for group in groups) - sum(weight for _, weight in kept)
-    longest, weight = kept[-1]
-    weight += max(0.0, missing)
-    kept[-1] = (longest, weight)
-    return kept, weight / longest.weight
+            continue
+        if group.longest != cut:
+            cut = group.longest
+            alike = _by_running(rows, range(bisect.bisect_right(longest, cut), len(rows)), cut)
+        running = len(rows[place]) - bisect.bisect_left(rows[place], cut)
+        heirs = _nearest(alike, running) or [last]
+        whole = sum(weights[heir] for heir in heirs)
+        gain = 1.0 + weights[place] / whole
+        for heir in heirs:
+            weights[heir] *= gain
+        weights[place] = 0.0
+    kept = [(g, weight) for g, weight in zip(ordered, weights, strict=True) if g.complete]
+    return kept, weights[last] / ordered[last].weight
+
+
+def _by_running(
+    rows: Sequence[Sequence[int]], places: Sequence[int], tokens: int
+) -> dict[int, list[int]]:
+    """Places of groups by how many of their responses have more than so many tokens."""
+    found: dict[int, list[int]] = {}
+    for place in places:
+        running = len(rows[place]) - bisect.bisect_right(rows[place], tokens)
+        found.setdefault(running, []).append(place)
+    return found
+
+
+def _nearest(by_running: Mapping[int, list[int]], running: int) -> list[int]:
+    """Those with the nearest count, and the next ones while they are few."""
+    heirs: list[int] = []
+    for count in sorted(by_running, key=lambda count: (abs(count - running), count)):
+        if len(heirs) >= _ALIKE:
+            break
+        heirs += by_running[count]
+    return heirs
 
 
 def _behind(values: list[float], weights: list[float]) -> list[float]:

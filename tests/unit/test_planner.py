@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import pairwise, product
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -141,6 +142,29 @@ def test_groups_that_were_cut_off_count_as_longer_ones() -> None:
     assert law.key_at(0.49) == 100
     assert law.key_at(0.51) == 1000
     assert law.tokens(0.0, 1.0) == pytest.approx(4 * 550)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_that_come_out_shorter_are_missed_among_those_of_their_prompts(seed: int) -> None:
+    """Responses of long prompts are long again, so groups of these are seen whole more often."""
+    rng = random.Random(seed)
+    seen, first = [], []
+    for _ in range(4000):
+        usual = rng.choice((100.0, 800.0))
+
+        def draw(usual: float = usual) -> list[int]:
+            return [1 + round(usual * rng.lognormvariate(0.0, 0.7)) for _ in range(4)]
+
+        row, again = draw(), draw()
+        first.append(sum(row))
+        if max(row) <= 300:
+            seen.append(ObservedGroup(tuple(row), complete=True))
+        elif max(again) >= 300:
+            seen.append(ObservedGroup(tuple(again), complete=True))
+        else:
+            cut = tuple(min(300, tokens) for tokens in row)
+            seen.append(ObservedGroup(cut, complete=False))
+    assert GroupLaw(seen, 8192).tokens(0.0, 1.0) == pytest.approx(fmean(first), rel=0.02)
 
 
 def test_the_shares_of_a_ladder_add_up_to_the_mean_length() -> None:
