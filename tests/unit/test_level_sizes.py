@@ -27,10 +27,10 @@ def parsed(**tail: Any) -> RunSettings:
         ({"tensor_parallel_sizes": [4]}, (4, 4, 4)),
         ({"max_tensor_parallel_size": 4}, ()),
         ({"mode": "auto"}, ()),
-        ({"mode": "auto", "max_tensor_parallel_size": 4}, (1, 1, 1, 1)),
+        ({"mode": "auto", "max_tensor_parallel_size": 4}, (1, 1)),
         (
             {"mode": "auto", "max_tensor_parallel_size": 4, "tensor_parallel_sizes": [2, 4]},
-            (2, 4, 4, 4),
+            (2, 4),
         ),
     ],
 )
