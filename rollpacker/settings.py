@@ -223,9 +223,9 @@ class RewardSettings(Section):
     max_concurrent_responses: int = Field(
         0,
         ge=0,
-        description="responses with the reward services at once; others wait, those of complete"
-        " groups first. 0: twice the slots that the services tell, at least 64; all, where one"
-        " tells none",
+        description="responses of a grader with the reward services at once; others wait, those"
+        " of complete groups first. 0: twice the slots that the services tell (math: at least 64);"
+        " all, where one tells none",
     )
 
 

@@ -43,7 +43,11 @@ METRICS = (
     Metric("timing_s/rollout", "s", "the round, up to its last accepted response",
            ("timing_s/gen",)),
     Metric("timing_s/train_wait", "s", "FinishStep: what of training the rollout did not hide"),
-    Metric("timing_s/reward_wait", "s", "behind the rollout, until the winners had their rewards"),
+    Metric(
+        "timing_s/reward_wait",
+        "s",
+        "behind the rollout, for rewards; 0 with dynamic sampling: its rollouts wait themselves",
+    ),
     Metric("timing_s/apply_weights", "s", "until the first replica served the weights"),
     Metric("tail/level", "", "deferral level of the round"),
     Metric("tail/is_long", "", "1 when it was no short round"),

@@ -141,7 +141,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
         engines_remembered(memory.engines, seen.engines, _FADES),
         pairs,
         drafts,
-        _reward_seconds(memory.reward_seconds, seen),
+        _reward_seconds(_FADES * memory.reward_seconds, seen),
     )
 
 
@@ -261,10 +261,11 @@ def _compare(
 
 
 def _reward_seconds(before: float, seen: RoundSeen) -> float:
-    """What a round takes whose rewards cannot keep up; a round that is over sooner says less."""
+    """What a round takes whose rewards cannot keep up. One that is over sooner says that it is
+    less; where no round says it any more it fades, so that shorter ones are tried again."""
     seconds = seen.rollout_seconds + seen.reward_wait_seconds
-    if seen.reward_wait_seconds <= _WAITS * seconds:
-        return min(before, seconds)
+    if seen.reward_wait_seconds <= _WAITS * seconds and seconds >= before:
+        return before
     return before + _NEWEST * (seconds - before) if before else seconds
 
 

@@ -3,9 +3,11 @@
 Chosen of all ladders of the usual factors, each with the best tensor-parallel sizes that are to be
 had, is the one with the most trained tokens per second among those whose oldest draw fits
 `max_deferral_age` and whose trained mean length stays within `length_tolerance` of the uncensored
-one (`ladder_forecast` says what to expect of each, doubt included). A change must pay: the present
-ladder stays unless another is better by `min_gain`, or it is not allowed itself. While the tail is
-a guess, only that is a reason: a guess is too short, so it errs towards deferring less.
+one (`ladder_forecast` says what to expect of each, doubt included). Where rewards decide how long
+rounds are, many ladders are equal, and of these it is the one that decodes least. A change must
+pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed itself,
+which for the present one means by a little more than the tolerance. While the tail is a guess, only
+that is a reason: a guess is too short, so it errs towards deferring less.
 
 What never happens: a choice from anything but the arguments; a factor outside (1, 2].
 """

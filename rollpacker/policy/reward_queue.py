@@ -11,7 +11,7 @@ on, and the others wait here:
               +-- taken when nothing is due
 
 Rewards never decide who is kept (but for flat groups, which are complete), so the order changes no
-response, no winner and no advantage. What never happens: a response waits while the service has
+response, no winner and no advantage. What never happens: `take` leaves a response while there is
 room; one of a group that is let go before it is complete, or has lost, is sent from here.
 """
 
@@ -25,7 +25,7 @@ from rollpacker.types import DrawId
 
 
 class RewardQueue:
-    """The line of one round, before one reward service or one kind of grader."""
+    """The line of one round before the graders of one kind."""
 
     def __init__(self, responses_per_prompt: int) -> None:
         self._responses_per_prompt = responses_per_prompt
@@ -33,6 +33,11 @@ class RewardQueue:
         self._early: OrderedDict[tuple[DrawId, int], ScoreResponse] = OrderedDict()
         self._due: deque[ScoreResponse] = deque()
         self.under_way = 0
+
+    @property
+    def waiting(self) -> int:
+        """Responses that have not been taken."""
+        return len(self._due) + len(self._early)
 
     def put(self, command: ScoreResponse) -> None:
         """A response has finished; with the last one of its group, all of them are due."""

@@ -59,8 +59,8 @@ class RewardModel:
         self.busy_seconds = 0.0  # of the judge
 
     def room(self, task: str) -> int:
-        """Responses of a task that are worked on at once."""
-        return len(self._slots) if task == "code" else 1
+        """Responses of a task that are here at once: twice what is worked on, as in a live run."""
+        return 2 * (len(self._slots) if task == "code" else 1)
 
     def score(self, at: float, prompt: int, task: str, *, is_cut: bool = False) -> Score:
         """A response that arrives at `at`; `is_cut`: at the cap."""

@@ -17,7 +17,9 @@ from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 # 2: a run remembers its rounds for mode auto (`ladder_memory`); one of layout 1 remembers none yet.
 # 3: and its engines by their size; one of layout 2 does not know whose speed it has.
 # 4: and what is known of first launches; one of layout 3 goes on as if all came out as they were.
+#    Mode auto begins with another ladder: one of layout 3 keeps its own until it chooses.
 LAYOUT_VERSION = 4
+_OLD_START = {"deferral_levels": 3, "speculation_factors": [2.0, 2.0, 2.0]}
 READABLE_LAYOUTS = (1, 2, 3, 4)
 READABLE = ", ".join(map(str, READABLE_LAYOUTS))  # in messages
 
@@ -152,6 +154,8 @@ def state_from_json(text: str | bytes) -> RunState:
             f"run state has layout {layout}, this version reads {READABLE};"
             " finish the run with the version that started it"
         )
+    if layout < LAYOUT_VERSION:
+        values["updated_settings"] = _with_old_start(values)
     totals = values.pop("totals")
     trained = _by_length(totals.pop("trained_lengths"))
     cut = _by_length(totals.pop("cut_lengths", {}))
@@ -166,6 +170,16 @@ def state_from_json(text: str | bytes) -> RunState:
         dropped=dropped,
         totals=Totals(**totals, trained_lengths=trained, cut_lengths=cut),
     )
+
+
+def _with_old_start(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The updates of a run in mode auto, with the ladder that it began with: it may have a step
+    under way that was planned with it."""
+    updated: Mapping[str, Any] = values.get("updated_settings", {})
+    tail = {**values["settings"].get("tail_batching", {}), **updated.get("tail_batching", {})}
+    if tail.get("mode") != "auto" or any(tail.get(name) is not None for name in _OLD_START):
+        return updated
+    return {**updated, "tail_batching": {**updated.get("tail_batching", {}), **_OLD_START}}
 
 
 def _values(item: object) -> dict[str, Any]:

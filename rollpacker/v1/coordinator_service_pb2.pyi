@@ -1405,8 +1405,8 @@ class HeartbeatRequest(_message.Message):
     kind: Global___WorkerKind.ValueType
     """What the worker does."""
     reward_slot_count: _builtins.int
-    """Responses that it grades at once; reward services only. 0: not told, so the coordinator sends
-    it all that there is.
+    """Responses that it grades at once; reward services only. 0: not told; then the coordinator sends
+    what there is as it finishes, to all reward services.
     """
     @_builtins.property
     def engine_stats(self) -> _rollout_service_pb2.EngineStats:

@@ -27,6 +27,7 @@ from rollpacker.types import DeferredDraw, Draw, DrawId
 UPDATABLE = (
     "max_steps",
     "reward.attempts",
+    "reward.max_concurrent_responses",
     "reward.timeout_seconds",
     "reward.unavailable_seconds",
     "sampling.max_response_tokens",

@@ -44,7 +44,7 @@ from rollpacker.policy.reward_queue import RewardQueue
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown
 from rollpacker.rpc.errors import ServiceError
-from rollpacker.types import Draft, Draw, DrawId, PromptGroup
+from rollpacker.types import Draft, Draw, DrawId, GraderKind, PromptGroup
 from services.coordinator.collected import prompt_group
 from services.coordinator.group_streams import GroupStreams
 from services.coordinator.replicas import ReplicaSet
@@ -92,7 +92,7 @@ class CommandRunner:
         self._context = context
         self._replicas = replicas
         self._rewards = rewards
-        self._reward_queue = RewardQueue(round_.responses_per_prompt)
+        self._lines: dict[GraderKind, RewardQueue] = {}  # of responses, before the rewards
         self._emit = emit
         self._on_progress = on_progress
         self._take_draws = take_draws
@@ -166,9 +166,10 @@ class CommandRunner:
             if isinstance(command, FinishRound):
                 return command
             await self._carry_out(command)
-        room = self._rewards.room()
-        for due in self._reward_queue.take(room, self._round.has_lost):
-            self._tasks.spawn(self._score(due.draw, due.index))
+        for kind, line in self._lines.items():
+            if line.waiting:
+                for due in line.take(self._rewards.room(kind), self._round.has_lost):
+                    self._tasks.spawn(self._score(due.draw, due.index))
         return None
 
     async def _rebalance(self) -> None:
@@ -229,15 +230,21 @@ class CommandRunner:
                 await self._streams.launch(draw, replica_id, indices)
             case AbortGroup(draw):
                 self._streams.abort(draw)
-                self._reward_queue.let_go(draw)
-            case ScoreResponse():
-                self._reward_queue.put(command)
+                self._line(draw).let_go(draw)
+            case ScoreResponse(draw):
+                self._line(draw).put(command)
             case RequestDraws(count):
                 self._add_draws(count)
             case EmitGroup():
                 group = prompt_group(self._context, command, self._streams.collected)
                 await self._emit(group)
                 self._groups.append(group)
+
+    def _line(self, draw: DrawId) -> RewardQueue:
+        kind = self._context.prompts[draw].grader_kind
+        if kind not in self._lines:
+            self._lines[kind] = RewardQueue(self._round.responses_per_prompt)
+        return self._lines[kind]
 
     def _add_draws(self, count: int) -> None:
         draws = self._take_draws(count) if self._take_draws else []
@@ -271,7 +278,7 @@ class CommandRunner:
             self._tell(RoundFailedError(f"prompt {prompt.prompt_id} cannot be scored: {error}"))
             return
         collected.score = score
-        self._reward_queue.answered()
+        self._line(draw).answered()
         self._tell(ResponseScored(time.monotonic(), draw, index, score.reward))
 
 

@@ -24,14 +24,15 @@ from rollpacker.rpc.errors import (
     UnavailableError,
 )
 from rollpacker.settings import RewardSettings
-from rollpacker.types import Prompt, Verdict
+from rollpacker.types import GraderKind, Prompt, Verdict
 from rollpacker.v1 import coordinator_service_pb2, reward_service_pb2, reward_service_pb2_grpc
 from services.coordinator.workers import WorkerRegistry
 
 _BACKOFF_SECONDS = 0.2
-# Responses that may be with the services: so that a slot that is done finds the next one; and so
-# many at least, as what is graded at once takes no slot, only a call.
-_PER_SLOT, _LEAST = 2, 64
+# Responses that may be with the services: so that a slot that is done finds the next one; of what
+# is mostly graded at once, without a slot, as many as hide the way there and back.
+_PER_SLOT = 2
+_AT_ONCE = {GraderKind.MATH: 64}
 _SLOWEST_CHARACTERS_PER_SECOND = 400.0  # of a judge that reads a response
 _WORKER_LOST = "WORKER_LOST"
 _log = logging.getLogger(__name__)
@@ -54,13 +55,15 @@ class RewardClient:
         self._workers = workers
         self._settings = settings
         self._run_id = run_id
+        self._away_since: float | None = None  # monotonic; from then on no service has answered
 
-    def room(self) -> int:
-        """Responses that may be with the services at once; 0: nobody knows what they can do."""
+    def room(self, kind: GraderKind) -> int:
+        """Responses to a kind of prompt that may be with the services at once; 0: nobody knows what
+        they can do."""
         if self._settings.max_concurrent_responses:
             return self._settings.max_concurrent_responses
         slots = self._workers.reward_slots()
-        return max(_LEAST, _PER_SLOT * slots) if slots else 0
+        return 0 if slots is None else max(1, _PER_SLOT * slots, _AT_ONCE.get(kind, 0))
 
     async def score(self, response_id: str, text: str, prompt: Prompt) -> Score:
         """Score one response. Raises InvalidArgumentError: the reference itself is unusable."""
@@ -74,25 +77,40 @@ class RewardClient:
             prompt_id=prompt.prompt_id,
         )
         start = time.time()
-        failures, give_up_at = 0, time.monotonic() + self._settings.unavailable_seconds
-        while failures < self._settings.attempts and time.monotonic() < give_up_at:
+        failures, asked_at = 0, time.monotonic()
+        while True:
             try:
                 answer = await self._attempt(request)
             except InvalidArgumentError:
                 raise
             except (UnavailableError, ResourceExhaustedError) as error:
                 failures += error.reason == _WORKER_LOST  # the response may be what kills it
+                self._note_failure()
                 pause = error.retry_after_seconds or _BACKOFF_SECONDS
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             except ServiceError as error:
                 failures += 1
+                self._note_failure()
                 _log.warning("scoring %s failed (%d): %s", response_id, failures, error)
                 await asyncio.sleep(_BACKOFF_SECONDS * 2**failures)
             else:
+                self._away_since = None
                 reward = answer.reward if answer.HasField("reward") else None
                 return Score(reward, wire.verdict_from_proto(answer.verdict), start, time.time())
+            if failures >= self._settings.attempts or self._gives_up(asked_at):
+                break
         _log.error("no reward for %s: the reward service gave up on it", response_id)
         return Score(None, None, start, time.time())
+
+    def _note_failure(self) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+
+    def _gives_up(self, asked_at: float) -> bool:
+        """Whether this response, or all of them, have waited for too long: those that are sent
+        later need not wait as long once more."""
+        since = asked_at if self._away_since is None else min(asked_at, self._away_since)
+        return time.monotonic() - since >= self._settings.unavailable_seconds
 
     async def _attempt(
         self, request: reward_service_pb2.ScoreResponseRequest

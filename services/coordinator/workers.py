@@ -98,10 +98,10 @@ class WorkerRegistry:
                 known.append((stats.kv_budget_tokens, worker.worker_id))
         return min((limit for limit in known if limit[0] > 0), default=(0, ""))
 
-    def reward_slots(self) -> int:
-        """Responses that all reward services together grade at once; 0: one does not tell."""
+    def reward_slots(self) -> int | None:
+        """Responses that all reward services together grade at once; None: one does not tell."""
         counts = [worker.reward_slot_count for worker in self._found(pb.WORKER_KIND_REWARD)]
-        return sum(counts) if all(counts) else 0
+        return sum(counts) if all(counts) else None
 
     async def wait_for_change(self, seconds: float) -> None:
         """Return when a worker has come, or after `seconds`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -22,12 +23,12 @@ from rollpacker.rpc.errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from rollpacker.settings import RewardSettings
+from rollpacker.settings import RewardSettings, parse_run_settings
 from rollpacker.store import keys
 from rollpacker.store.draft_store import DraftStore
 from rollpacker.store.records import RunState
 from rollpacker.store.run_store import RunStore
-from rollpacker.types import Draft, DrawId
+from rollpacker.types import Draft, DrawId, GraderKind
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from services.coordinator.reward_client import RewardClient
 from tests.contract import fake_workers as fakes
@@ -198,18 +199,36 @@ async def test_responses_that_wait_for_a_slow_reward_service_change_nothing(
     cluster: Cluster,
 ) -> None:
     values = run_settings(cluster.directory)
-    cluster.reward.seconds = 0.002
     expected = await undisturbed(cluster, values)
-    at_once = cluster.reward.most_at_once
-    cluster.reward.most_at_once = cluster.reward.scored_count = 0
+    cluster.reward.most_at_once = 0
     values["reward"] = {"max_concurrent_responses": 1}
     async with coordinator(cluster) as c:
         await c.start(values)
         await c.until_ended()
         assert await c.schedule() == expected
+    assert cluster.reward.most_at_once == 1
+
+
+async def test_while_rewards_do_not_keep_up_only_the_responses_of_complete_groups_are_scored(
+    cluster: Cluster,
+) -> None:
+    values = run_settings(cluster.directory) | {"reward": {"max_concurrent_responses": 1}}
+    tail = parse_run_settings(values).tail_batching
+    launched = math.ceil(tail.resolved_speculation_factors[0] * tail.prompts_per_step)
+    gate = cluster.reward.hold()
+    async with coordinator(cluster) as c:
+        await c.start(values, until_step=1)
+        while True:  # until every group has all its responses, or has lost
+            started = sum(rollout.group_count for rollout in cluster.rollouts)
+            if started >= launched and not any(rollout.running for rollout in cluster.rollouts):
+                break
+            await asyncio.sleep(0.01)
+        gate.set()
+        while (await c.get()).state != pb.Run.STATE_PAUSED:
+            await asyncio.sleep(0.01)
         trained = sum(len(step) for step in await samples(c, "r"))
-    assert (cluster.reward.most_at_once, at_once > 1) == (1, True)
-    assert trained <= cluster.reward.scored_count
+    assert trained == tail.prompts_per_step * tail.responses_per_prompt
+    assert trained <= cluster.reward.scored_count <= trained + 1  # one was there before all others
 
 
 async def test_reward_services_are_sent_about_twice_what_they_grade_at_once(
@@ -218,20 +237,21 @@ async def test_reward_services_are_sent_about_twice_what_they_grade_at_once(
     async with coordinator(cluster) as c:
         address, kind = cluster.addresses["reward-0"]
         rewards = RewardClient(c.workers, RewardSettings(), "r")
-        assert rewards.room() == 0  # it has not told
-        for name, slots, room in (
-            ("reward-0", 2, 64),
-            ("reward-0", 40, 80),
-            ("reward-1", 20, 120),
-            ("reward-1", 0, 0),
+        assert rewards.room(GraderKind.CODE) == 0  # it has not told
+        for name, slots, room, at_once in (
+            ("reward-0", 2, 4, 64),
+            ("reward-0", 40, 80, 80),
+            ("reward-1", 20, 120, 120),
+            ("reward-1", 0, 0, 0),
         ):
             request = pb.HeartbeatRequest(
                 worker_id=name, address=address, kind=kind, reward_slot_count=slots
             )
             await call(lambda request=request: c.stub.Heartbeat(request))
-            assert rewards.room() == room
+            assert rewards.room(GraderKind.CODE) == room
+            assert rewards.room(GraderKind.MATH) == at_once  # most is graded without a slot
         limited = RewardClient(c.workers, RewardSettings(max_concurrent_responses=7), "r")
-        assert limited.room() == 7
+        assert limited.room(GraderKind.MATH) == 7
         request.reward_slot_count = -1
         with pytest.raises(InvalidArgumentError, match="reward_slot_count"):
             await call(lambda: c.stub.Heartbeat(request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -181,6 +182,30 @@ def test_a_state_of_layout_1_is_taken_over() -> None:
     values = json.loads(state_to_json(STATE))
     del values["ladder_memory"]
     assert state_from_json(json.dumps({**values, "layout_version": 1})) == STATE
+
+
+@pytest.mark.parametrize(
+    ("tail", "updated", "in_force"),
+    [
+        ({"mode": "auto", "speculation_factors": None}, {}, [2.0, 2.0, 2.0]),
+        ({"mode": "auto"}, {"speculation_factors": [1.5]}, [1.5]),
+        ({"mode": "auto", "deferral_levels": 1}, {}, None),
+        ({"mode": "exact"}, {}, None),
+    ],
+)
+def test_a_run_of_layout_3_keeps_the_ladder_that_mode_auto_began_with(
+    tail: dict[str, Any], updated: dict[str, Any], in_force: list[float] | None
+) -> None:
+    """It may have a step under way that was planned with it."""
+    state = dataclasses.replace(
+        STATE,
+        settings={"tail_batching": tail},
+        updated_settings={"tail_batching": updated} if updated else {},
+    )
+    values = {**json.loads(state_to_json(state)), "layout_version": 3}
+    taken = state_from_json(json.dumps(values)).updated_settings.get("tail_batching", {})
+    assert taken.get("speculation_factors") == in_force
+    assert state_from_json(state_to_json(state)) == state
 
 
 def test_a_state_of_layout_3_is_taken_over_and_its_meter_goes_on() -> None:
