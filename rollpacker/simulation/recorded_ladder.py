@@ -2,8 +2,9 @@
 
 The logs of the rounds hold all that the run remembered (`rollpacker.policy.ladder_memory`): which
 groups were trained and deferred, and when each response ended. metrics.jsonl adds what the steps
-took beside their rollout. So the same choices must come out, to the last bit: a difference is a bug
-of the live coordinator or of the replay. A ladder that people changed by hand counts as one.
+took beside their rollout, and their waits for rewards. So the same choices must come out, to the
+last bit: of a run of this version, a difference is a bug of the live coordinator or of the replay.
+A ladder that people changed by hand counts as one.
 """
 
 from __future__ import annotations
