@@ -19,7 +19,7 @@ from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 # 4: and what is known of first launches; one of layout 3 goes on as if all came out as they were.
 #    Mode auto begins with another ladder: one of layout 3 keeps its own until it chooses.
 LAYOUT_VERSION = 4
-_OLD_START = {"deferral_levels": 3, "speculation_factors": [2.0, 2.0, 2.0]}
+_OLD_START = {"deferral_levels": 3, "speculation_factors": [2.0, 2.0, 2.0]}  # below layout 4
 READABLE_LAYOUTS = (1, 2, 3, 4)
 READABLE = ", ".join(map(str, READABLE_LAYOUTS))  # in messages
 
@@ -154,7 +154,7 @@ def state_from_json(text: str | bytes) -> RunState:
             f"run state has layout {layout}, this version reads {READABLE};"
             " finish the run with the version that started it"
         )
-    if layout < LAYOUT_VERSION:
+    if layout < 4:
         values["updated_settings"] = _with_old_start(values)
     totals = values.pop("totals")
     trained = _by_length(totals.pop("trained_lengths"))

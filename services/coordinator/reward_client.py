@@ -33,6 +33,7 @@ _BACKOFF_SECONDS = 0.2
 # is mostly graded at once, without a slot, as many as hide the way there and back.
 _PER_SLOT = 2
 _AT_ONCE = {GraderKind.MATH: 64}
+_TRIES_APART = 2.0  # deadlines of a try: failures that are further apart are two absences
 _SLOWEST_CHARACTERS_PER_SECOND = 400.0  # of a judge that reads a response
 _WORKER_LOST = "WORKER_LOST"
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class RewardClient:
         self._workers = workers
         self._settings = settings
         self._run_id = run_id
-        self._away_since: float | None = None  # monotonic; from then on no service has answered
+        self._away: tuple[float, float] | None = None  # first and newest failure since an answer
 
     def room(self, kind: GraderKind) -> int:
         """Responses to a kind of prompt that may be with the services at once; 0: nobody knows what
@@ -94,7 +95,7 @@ class RewardClient:
                 _log.warning("scoring %s failed (%d): %s", response_id, failures, error)
                 await asyncio.sleep(_BACKOFF_SECONDS * 2**failures)
             else:
-                self._away_since = None
+                self._away = None
                 reward = answer.reward if answer.HasField("reward") else None
                 return Score(reward, wire.verdict_from_proto(answer.verdict), start, time.time())
             if failures >= self._settings.attempts or self._gives_up(asked_at):
@@ -103,13 +104,16 @@ class RewardClient:
         return Score(None, None, start, time.time())
 
     def _note_failure(self) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+        """One more, or the first one: of an older one nobody knows what came after it."""
+        now = time.monotonic()
+        first, newest = self._away or (now, now)
+        is_one = now - newest <= _TRIES_APART * self._settings.timeout_seconds
+        self._away = (first if is_one else now, now)
 
     def _gives_up(self, asked_at: float) -> bool:
         """Whether this response, or all of them, have waited for too long: those that are sent
         later need not wait as long once more."""
-        since = asked_at if self._away_since is None else min(asked_at, self._away_since)
+        since = min(asked_at, self._away[0]) if self._away else asked_at
         return time.monotonic() - since >= self._settings.unavailable_seconds
 
     async def _attempt(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from rollpacker.rpc.errors import UnavailableError
 from rollpacker.settings import RewardSettings
 from rollpacker.types import GraderKind, Prompt
@@ -32,6 +34,17 @@ async def test_services_that_are_away_are_waited_for_once_not_by_every_response(
     for number in range(1, 20):  # sent when the first one was given up
         assert (await client.score(str(number), "two", PROMPT)).reward is None
     assert workers.asked == tries + 19  # each is tried, none waits
+
+
+async def test_an_absence_that_is_over_is_not_counted_on() -> None:
+    workers = NobodyThere()
+    settings = RewardSettings(unavailable_seconds=1.0, timeout_seconds=0.05)
+    client = RewardClient(workers, settings, "r")
+    await client.score("0", "two", PROMPT)
+    await asyncio.sleep(0.2)  # nobody asks, so nobody knows
+    tries = workers.asked
+    await client.score("1", "two", PROMPT)
+    assert workers.asked > tries + 1
 
 
 def test_while_no_service_is_there_not_everything_is_sent() -> None:
