@@ -3,9 +3,9 @@
     python benchmarks/reward_queue.py --steps 8
 
 The demo job twice, on real services, with a grader that takes --seconds a response: once with the
-coordinator's line before the reward service, once with room for everything. Both train the same
+coordinator's reward queue, once with room for everything. Both train the same
 draws in the same steps, or the benchmark fails. One JSON line each (seconds are means of a step),
-then one with the ratios, line over none: on a shared machine only these say something.
+then one with the ratios, with it over without: on a shared machine only these say something.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(settings: RunSettings, name: str) -> tuple[dict[str, Any], list[Any]
     with tempfile.TemporaryDirectory() as directory:
         run = asyncio.run(run_once(settings, Path(directory)))
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = {"line": name, **{key: statistics.fmean(s[key] for s in steps) for key in _FIGURES}}
+    found = {"order": name, **{key: statistics.fmean(s[key] for s in steps) for key in _FIGURES}}
     print(json.dumps(found), flush=True)
     return found, [(s["step"], s["reward/mean"], s["response_length/mean"]) for s in steps]
 
@@ -71,7 +71,7 @@ def main() -> None:
         (Path(graders) / "slow.py").write_text(_GRADER.format(seconds=options.seconds))
         os.environ["ROLLPACKER_REWARD_CUSTOM_DIRECTORY"] = graders
         os.environ["ROLLPACKER_REWARD_SLOTS"] = str(options.slots)
-        rooms = {"complete first": 2 * options.slots, "none": _EVERYTHING}
+        rooms = {"complete first": 2 * options.slots, "as they finish": _EVERYTHING}
         runs = {
             name: measure(with_room(settings, options.steps, room), name)
             for name, room in rooms.items()

@@ -25,7 +25,7 @@ from rollpacker.types import DrawId
 
 
 class RewardQueue:
-    """The line of one round before the graders of one kind."""
+    """Of one round, before the graders of one kind."""
 
     def __init__(self, responses_per_prompt: int) -> None:
         self._responses_per_prompt = responses_per_prompt

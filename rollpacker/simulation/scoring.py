@@ -2,7 +2,7 @@
 
     ScoreResponse, AbortGroup --> Scoring --> ResponseScored, with the time at which it is known
 
-As they finish; or, where the schedule says so, through the line that a live run has
+As they finish; or, where the schedule says so, through the queue that a live run has
 (`policy.reward_queue`), one for each task: the model has a dispatcher, sandbox slots and a judge.
 In a round that does not stream, all at once, one grader after the other.
 """
@@ -38,7 +38,7 @@ class Scoring:
     reward: RewardModel | None  # None: rewards take no time
     draws: Mapping[DrawId, Scorable]
     streams: bool
-    lines: dict[str, RewardQueue]  # by task; empty: there are none
+    queues: dict[str, RewardQueue]  # by task; empty: there are none
 
     @classmethod
     def of_round(
@@ -51,35 +51,35 @@ class Scoring:
     ) -> Scoring:
         """`complete_first`: responses of complete groups go before others."""
         tasks = {known.task for known in draws.values()} if complete_first and reward else ()
-        lines = {task: RewardQueue(rules.responses_per_prompt) for task in sorted(tasks)}
-        return cls(reward, draws, rules.streams, lines if rules.streams else {})
+        queues = {task: RewardQueue(rules.responses_per_prompt) for task in sorted(tasks)}
+        return cls(reward, draws, rules.streams, queues if rules.streams else {})
 
     def handled(
         self, now: float, commands: Sequence[Command], has_lost: Callable[[DrawId], bool]
     ) -> list[ResponseScored]:
         """The scores that these commands begin."""
-        if not self.lines:
+        if not self.queues:
             return self._scored(now, [c for c in commands if isinstance(c, ScoreResponse)])
         for command in commands:
             if isinstance(command, ScoreResponse):
-                self._line(command.draw).put(command)
+                self._queue(command.draw).put(command)
             elif isinstance(command, AbortGroup):
-                self._line(command.draw).let_go(command.draw)
+                self._queue(command.draw).let_go(command.draw)
         assert self.reward is not None
         taken = [
             command
-            for task, line in self.lines.items()
-            for command in line.take(self.reward.room(task), has_lost)
+            for task, queue in self.queues.items()
+            for command in queue.take(self.reward.room(task), has_lost)
         ]
         return self._scored(now, taken)
 
     def answered(self, event: ResponseScored) -> None:
         """A score is known: there is room for another response."""
-        if self.lines:
-            self._line(event.draw).answered()
+        if self.queues:
+            self._queue(event.draw).answered()
 
-    def _line(self, draw: DrawId) -> RewardQueue:
-        return self.lines[self.draws[draw].task]
+    def _queue(self, draw: DrawId) -> RewardQueue:
+        return self.queues[self.draws[draw].task]
 
     def _scored(self, now: float, commands: Sequence[ScoreResponse]) -> list[ResponseScored]:
         if self.reward is None:

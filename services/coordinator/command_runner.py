@@ -1,7 +1,7 @@
 """Carries out the commands of one round, and tells it what comes of them.
 
     replicas --ReplicaJoined/Lost--> +-------+ --LaunchGroup--> a stream per running group
-    streams --Progress, Finished---> | Round | --ScoreResponse-> its line, then a call each
+    streams --Progress, Finished---> | Round | --ScoreResponse-> its queue, then a call each
     scores --ResponseScored--------> +-------+ --EmitGroup----> XADD, in order
     data --DrawsAdded--------------> +-------+ --RequestDraws-> the next prompts
 
@@ -92,7 +92,7 @@ class CommandRunner:
         self._context = context
         self._replicas = replicas
         self._rewards = rewards
-        self._lines: dict[GraderKind, RewardQueue] = {}  # of responses, before the rewards
+        self._reward_queues: dict[GraderKind, RewardQueue] = {}
         self._emit = emit
         self._on_progress = on_progress
         self._take_draws = take_draws
@@ -166,9 +166,9 @@ class CommandRunner:
             if isinstance(command, FinishRound):
                 return command
             await self._carry_out(command)
-        for kind, line in self._lines.items():
-            if line.waiting:
-                for due in line.take(self._rewards.room(kind), self._round.has_lost):
+        for kind, queue in self._reward_queues.items():
+            if queue.waiting:
+                for due in queue.take(self._rewards.room(kind), self._round.has_lost):
                     self._tasks.spawn(self._score(due.draw, due.index))
         return None
 
@@ -230,9 +230,9 @@ class CommandRunner:
                 await self._streams.launch(draw, replica_id, indices)
             case AbortGroup(draw):
                 self._streams.abort(draw)
-                self._line(draw).let_go(draw)
+                self._reward_queue(draw).let_go(draw)
             case ScoreResponse(draw):
-                self._line(draw).put(command)
+                self._reward_queue(draw).put(command)
             case RequestDraws(count):
                 self._add_draws(count)
             case EmitGroup():
@@ -240,11 +240,11 @@ class CommandRunner:
                 await self._emit(group)
                 self._groups.append(group)
 
-    def _line(self, draw: DrawId) -> RewardQueue:
+    def _reward_queue(self, draw: DrawId) -> RewardQueue:
         kind = self._context.prompts[draw].grader_kind
-        if kind not in self._lines:
-            self._lines[kind] = RewardQueue(self._round.responses_per_prompt)
-        return self._lines[kind]
+        if kind not in self._reward_queues:
+            self._reward_queues[kind] = RewardQueue(self._round.responses_per_prompt)
+        return self._reward_queues[kind]
 
     def _add_draws(self, count: int) -> None:
         draws = self._take_draws(count) if self._take_draws else []
@@ -278,7 +278,7 @@ class CommandRunner:
             self._tell(RoundFailedError(f"prompt {prompt.prompt_id} cannot be scored: {error}"))
             return
         collected.score = score
-        self._line(draw).answered()
+        self._reward_queue(draw).answered()
         self._tell(ResponseScored(time.monotonic(), draw, index, score.reward))
 
 

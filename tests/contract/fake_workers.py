@@ -227,7 +227,6 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
         self.flipped = False  # right is wrong
         self.never_right = False
         self.asked = asyncio.Event()  # a call has come since `hold`
-        self.seconds = 0.0  # that a score takes
         self.scored_count = 0
         self.most_at_once = 0
         self._under_way = 0
@@ -249,7 +248,6 @@ class FakeReward(reward_service_pb2_grpc.RewardServiceServicer):
 
     async def _score(self, request: Any) -> Any:
         self.asked.set()
-        await asyncio.sleep(self.seconds)
         if self._gate is not None:
             await self._gate.wait()
         if self.unavailable:

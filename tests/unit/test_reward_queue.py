@@ -1,4 +1,4 @@
-"""The line before the reward service: complete groups first, lost ones never."""
+"""The reward queue: complete groups first, lost ones never."""
 
 from __future__ import annotations
 
