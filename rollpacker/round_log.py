@@ -2,10 +2,11 @@
 
     {"round": {...}}                      the arguments of `Round`, once, first
     {"event": {...}, "commands": [...]}   one line per event, in the order in which it was handled
+    {"rewards": {...}}                    what the graders took, last: for the planner
 
-The round has no other input, so a log can be played again anywhere: `replayed` feeds the events to
-a new `Round` and gives back where its commands differ (nowhere, unless the policy has changed).
-Events that asked for nothing are logged too. Nothing here does I/O.
+The round has no input but its arguments and events, so a log can be played again anywhere:
+`replayed` feeds the events to a new `Round` and gives back where its commands differ (nowhere,
+unless the policy has changed). Events that asked for nothing are logged too. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rollpacker.algorithms import Estimator
 from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
 from rollpacker.policy.commands import Command
 from rollpacker.policy.events import DrawsAdded, Event, GroupRestored
+from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, Routing, TailBatchingRules
 from rollpacker.types import Draw, DrawId, RoundKind
@@ -67,6 +69,14 @@ class RoundLog:
         given = [to_json(command) for command in commands]
         self.lines.append(_encode({"event": to_json(event), "commands": given}))
 
+    def rewarded(self, rewards: RewardsSeen) -> None:
+        """The round is over; this is known of its rewards."""
+        values = {
+            "kinds": [[*draw, kind] for draw, kind in rewards.kinds.items()],
+            "speeds": {kind: _fields(speed) for kind, speed in rewards.speeds.items()},
+        }
+        self.lines.append(_encode({"rewards": values}))
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedRound:
@@ -74,6 +84,7 @@ class LoggedRound:
 
     arguments: RoundArguments
     handled: list[Handled] = field(default_factory=list)
+    rewards: RewardsSeen = field(default_factory=RewardsSeen)  # empty: an older version's log
 
 
 def read_round(lines: Iterable[str]) -> LoggedRound:
@@ -84,6 +95,8 @@ def read_round(lines: Iterable[str]) -> LoggedRound:
             values = json.loads(line)
             if logged is None:
                 logged = LoggedRound(_arguments_from_json(values["round"]))
+            elif "rewards" in values:
+                logged = dataclasses.replace(logged, rewards=_rewards(values["rewards"]))
             else:
                 handled = Handled(event_from_json(values["event"]), values["commands"])
                 logged.handled.append(handled)
@@ -193,6 +206,19 @@ def _advantages(values: Mapping[str, Any]) -> Any:
 
 def _draws(rows: Iterable[Mapping[str, Any]]) -> tuple[Draw, ...]:
     return tuple(_made(Draw, row) for row in rows)
+
+
+def _rewards(values: Mapping[str, Any]) -> RewardsSeen:
+    def sums(part: Mapping[str, float]) -> RewardSums:
+        return RewardSums(**part)
+
+    return RewardsSeen(
+        {DrawId(epoch, prompt): kind for epoch, prompt, kind in values["kinds"]},
+        {
+            kind: _made(RewardSpeed, speed, waited=sums, busy=sums)
+            for kind, speed in values["speeds"].items()
+        },
+    )
 
 
 def _restored(rows: Iterable[Mapping[str, Any]]) -> tuple[GroupRestored, ...]:

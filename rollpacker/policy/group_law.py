@@ -33,6 +33,7 @@ class ObservedGroup:
     response_tokens: tuple[int, ...]
     complete: bool
     weight: float = 1.0  # less for older ones
+    grader: str = ""  # kind of it
 
     @property
     def longest(self) -> int:
@@ -80,6 +81,11 @@ class GroupLaw:
         self.alive_squared = [
             self._by_bin(_behind([n * n for n in row], weights)) for row in counts
         ]
+        graders = [group.grader for group, _ in kept]
+        self.alive_by_grader = {  # of these, those that a kind of grader scores
+            kind: [self._by_bin(_behind(_only(row, graders, kind), weights)) for row in counts]
+            for kind in sorted(set(graders))
+        }
 
     def _bin(self, low: float, high: float) -> Bin:
         return Bin(
@@ -179,6 +185,10 @@ def _nearest(by_running: Mapping[int, list[int]], running: int) -> list[int]:
             break
         heirs += by_running[count]
     return heirs
+
+
+def _only(values: Sequence[float], graders: Sequence[str], kind: str) -> list[float]:
+    return [value if it == kind else 0.0 for value, it in zip(values, graders, strict=True)]
 
 
 def _behind(values: list[float], weights: list[float]) -> list[float]:

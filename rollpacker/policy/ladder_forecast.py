@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from operator import mul
@@ -63,7 +63,7 @@ class PlannerRules:
     max_stand_in: float = 4.0  # groups for which the longest complete one may stand
     unchanged: Unchanged = _always  # whether a response is, up to a token, some updates later
     acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
-    reward_seconds: float = 0.0  # that a round takes at least, until its rewards are known
+    reward_seconds: Mapping[str, float] = field(default_factory=dict)  # of a response, by grader
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
     largest_size: int = 0  # 0: engines keep their own
@@ -123,7 +123,11 @@ class LevelRound:
         groups = self.factor * rules.prompts_per_step / engine.replicas
         profile = _profile(engine, law, groups, self.pool, self.start)
         decoding = [_between(law.grid, profile, end) for end in self.ends]
-        scored = (max(seconds, rules.reward_seconds) for seconds in decoding)
+        kept = _race(self.pool, 1.0 / self.factor)[0]
+        launched = self.factor * rules.prompts_per_step
+        rewards = _reward_seconds(rules, law, profile, [launched * mass for mass in kept])
+        places = (bisect.bisect_left(law.grid, end) - 1 for end in self.ends)
+        scored = (max(a, rewards[b]) for a, b in zip(decoding, places, strict=True))
         return fmean(scored), fmean(decoding)
 
 
@@ -206,6 +210,22 @@ def forecast(
         step_seconds,
         tokens * rules.prompts_per_step / step_seconds,
     )
+
+
+def _reward_seconds(
+    rules: PlannerRules, law: GroupLaw, profile: Sequence[float], kept: Sequence[float]
+) -> list[float]:
+    """Until the graders that take longest have scored what is kept (`kept`: groups by bin), for a
+    round that ends behind each point of the grid.
+
+    What is behind a point is asked for later than that, and graded one response after the other.
+    """
+    found = [0.0] * len(law.grid)
+    for kind, seconds in rules.reward_seconds.items():
+        for place, by_bin in enumerate(law.alive_by_grader.get(kind, ())):
+            behind = seconds * sum(map(mul, kept, by_bin))
+            found[place] = max(found[place], profile[place] + behind)
+    return list(accumulate(found, max))
 
 
 def _race(pool: Pool, share: float) -> tuple[Pool, Pool]:

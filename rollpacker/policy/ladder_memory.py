@@ -37,6 +37,7 @@ from rollpacker.policy.group_law import ObservedGroup
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
+from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.types import DeferredDraw, DrawId
 
 STEPS_SEEN = 8  # whose seconds count for what no ladder changes
@@ -47,8 +48,7 @@ _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
 _MIN_COMPARED = 30.0  # draft tokens of an age
-_WAITS = 0.25  # of a round: so long a wait for rewards is no last grading, they cannot keep up
-_NEWEST = 0.25  # weight of the newest round that waited
+_MIN_ANSWERS = 16.0  # before graders of a kind count as measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class SeenGroup:
     response_tokens: tuple[int, ...]
     complete: bool  # False: deferred, with what it had
     first_tokens: tuple[int, ...] = ()  # where its first launch ended by itself; else 0
+    grader: str = ""  # kind of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,7 @@ class RoundSeen:
     deferred: Sequence[DeferredDraw]
     engines: EnginesSeen
     moved: Set[DrawId] = frozenset()  # of the trained groups; their drafts say nothing
-    rollout_seconds: float = 0.0
-    reward_wait_seconds: float = 0.0  # behind the rollout
+    rewards: RewardsSeen = field(default_factory=RewardsSeen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class LadderMemory:
     pairs: PairsSeen = field(default_factory=dict)  # responses that ended twice
     # By age: how many were compared, and how many were the same.
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    reward_seconds: float = 0.0  # until a round has its rewards, however short its rollout is
+    graders: Mapping[str, RewardSums] = field(default_factory=dict)  # by kind, when waited for
 
 
 def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
@@ -118,7 +118,9 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
             if group.draw not in seen.moved:
                 had = float(sum(before.response_tokens))
                 _count(drafts, age, had, min(had, float(group.carried_tokens)))
-        _remember(groups, group.draw, SeenGroup(group.first_step, group.response_tokens, True))
+        grader = seen.rewards.kinds.get(group.draw, "")
+        whole = SeenGroup(group.first_step, group.response_tokens, True, grader=grader)
+        _remember(groups, group.draw, whole)
     for item in seen.deferred:
         if _sampled(item.draw.id, one_in):
             ended = tuple(
@@ -130,7 +132,8 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
                 age = seen.step - item.draw.first_step
                 _compare(pairs, age, before.first_tokens, ended)
             tokens = tuple(max(1, count) for count in item.response_tokens)
-            group_ = SeenGroup(item.draw.first_step, tokens, False, ended)
+            grader = seen.rewards.kinds.get(item.draw.id, "")
+            group_ = SeenGroup(item.draw.first_step, tokens, False, ended, grader)
             _remember(groups, item.draw.id, group_)
     while len(groups) > _GROUPS:
         one_in *= 2
@@ -141,7 +144,7 @@ def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
         engines_remembered(memory.engines, seen.engines, _FADES),
         pairs,
         drafts,
-        _reward_seconds(_FADES * memory.reward_seconds, seen),
+        _graders(memory.graders, seen.rewards.speeds),
     )
 
 
@@ -182,13 +185,18 @@ def next_ladder(
         unchanged=unchanged(memory.pairs),
         acceptance=_by_age(memory.draft_tokens),
         resize_seconds=memory.engines.resize_seconds,
-        reward_seconds=memory.reward_seconds,
+        reward_seconds={
+            kind: sums.per_response
+            for kind, sums in memory.graders.items()
+            if sums.responses >= _MIN_ANSWERS
+        },
     )
     groups = [
         ObservedGroup(
             tuple(max(1, tokens) for tokens in group.response_tokens),  # one: a step of decoding
             group.complete,
             0.5 ** ((step - group.first_step) / _HALF_LIFE_STEPS),
+            group.grader,
         )
         for group in memory.groups.values()
     ]
@@ -200,14 +208,14 @@ def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
     """As JSON values."""
     return {
         "groups": [
-            [*draw, group.first_step, group.response_tokens, group.complete, group.first_tokens]
-            for draw, group in memory.groups.items()
+            [*draw, g.first_step, g.response_tokens, g.complete, g.first_tokens, g.grader]
+            for draw, g in memory.groups.items()
         ],
         "one_in": memory.one_in,
         "engines": engines_to_json(memory.engines),
         "pairs": [[*key, *astuple(item)] for key, item in memory.pairs.items()],
         "draft_tokens": [[age, *counts] for age, counts in memory.draft_tokens.items()],
-        "reward_seconds": memory.reward_seconds,
+        "graders": [[kind, *astuple(sums)] for kind, sums in memory.graders.items()],
     }
 
 
@@ -218,14 +226,14 @@ def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
     engines = values["engines"] if "engines" in values else _engines_of_layout_2(values)
     return LadderMemory(
         groups={
-            DrawId(epoch, prompt): SeenGroup(first, tuple(tokens), complete, tuple(ended))
-            for epoch, prompt, first, tokens, complete, ended in values["groups"]
+            DrawId(epoch, prompt): SeenGroup(first, tuple(tokens), complete, tuple(ended), *grader)
+            for epoch, prompt, first, tokens, complete, ended, *grader in values["groups"]
         },
         one_in=values["one_in"],
         engines=engines_from_json(engines),
         pairs={(age, size): Pairs(*counts) for age, size, *counts in values.get("pairs", ())},
         draft_tokens={age: (all_, same) for age, all_, same in values["draft_tokens"]},
-        reward_seconds=values.get("reward_seconds", 0.0),
+        graders={kind: RewardSums(*sums) for kind, *sums in values.get("graders", ())},
     )
 
 
@@ -260,13 +268,18 @@ def _compare(
             pairs[key] = pairs.get(key, Pairs()).add(before, same=before == after)
 
 
-def _reward_seconds(before: float, seen: RoundSeen) -> float:
-    """What a round takes whose rewards cannot keep up. One that is over sooner says that it is
-    less; where no round says it any more it fades, so that shorter ones are tried again."""
-    seconds = seen.rollout_seconds + seen.reward_wait_seconds
-    if seen.reward_wait_seconds <= _WAITS * seconds and seconds >= before:
-        return before
-    return before + _NEWEST * (seconds - before) if before else seconds
+def _graders(
+    before: Mapping[str, RewardSums], seen: Mapping[str, RewardSpeed]
+) -> dict[str, RewardSums]:
+    """What a response costs while it is waited for. Where a round shows that it costs less, that
+    counts from now on: graders that have become faster are not waited for any more."""
+    found = {kind: sums.faded(_FADES) for kind, sums in before.items()}
+    for kind, speed in seen.items():
+        waited = speed.waited
+        sums = found.get(kind, RewardSums()).plus(waited.responses, waited.seconds)
+        is_less = speed.busy.per_response < sums.per_response
+        found[kind] = speed.busy if speed.busy.responses >= _MIN_ANSWERS and is_less else sums
+    return found
 
 
 def _faded(counts: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:

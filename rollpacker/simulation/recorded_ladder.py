@@ -1,8 +1,8 @@
 """The planner of a real run in mode `auto`, played again from the run's files.
 
 The logs of the rounds hold all that the run remembered (`rollpacker.policy.ladder_memory`): which
-groups were trained and deferred, and when each response ended. metrics.jsonl adds what the steps
-took beside their rollout, and their waits for rewards. So the same choices must come out, to the
+groups were trained and deferred, when each response ended, and what the graders took. metrics.jsonl
+adds what the steps took beside their rollout. So the same choices must come out, to the
 last bit: of a run of this version, a difference is a bug of the live coordinator or of the replay.
 A ladder that people changed by hand counts as one.
 """
@@ -134,8 +134,7 @@ def round_seen(logged: LoggedRound, metrics: Mapping[str, float]) -> RoundSeen:
         finish.deferred,
         EnginesSeen.of(meter, size, metrics.get("timing_s/apply_weights", 0.0)),
         meter.moved,
-        finish.rollout_seconds,
-        metrics.get("timing_s/reward_wait", 0.0),
+        logged.rewards,
     )
 
 

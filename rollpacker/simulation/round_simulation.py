@@ -34,6 +34,7 @@ from rollpacker.policy.events import (
     ResponseFinished,
     ResponseScored,
 )
+from rollpacker.policy.reward_meter import RewardsSeen
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
@@ -91,6 +92,7 @@ class RoundTrace:
     commands: int = 0
     carried_tokens: dict[DrawId, int] = field(default_factory=dict)  # of finished responses
     meter: EngineMeter | None = None  # of the engines' speed, where somebody wants it
+    rewards: RewardsSeen = field(default_factory=RewardsSeen)
 
 
 @dataclass(slots=True)
@@ -368,6 +370,8 @@ class RoundSimulation:
             case FinishRound():
                 self.trace.finish = command
                 self.trace.end = self.now
+                kinds = {draw: known.task for draw, known in self._launchables.items()}
+                self.trace.rewards = RewardsSeen(kinds, self._scoring.meter.speeds)
 
     def _launch(self, command: LaunchGroup) -> None:
         draw = command.draw

@@ -9,12 +9,14 @@ In a round that does not stream, all at once, one grader after the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollpacker.policy.commands import AbortGroup, Command, ScoreResponse
 from rollpacker.policy.events import ResponseScored
+from rollpacker.policy.reward_meter import RewardMeter
 from rollpacker.policy.reward_queue import RewardQueue
 from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.simulation.reward_model import RewardModel
@@ -38,7 +40,10 @@ class Scoring:
     reward: RewardModel | None  # None: rewards take no time
     draws: Mapping[DrawId, Scorable]
     streams: bool
+    tasks: Sequence[str]
     queues: dict[str, RewardQueue]  # by task; empty: there are none
+    meter: RewardMeter = field(default_factory=RewardMeter)
+    under_way: Counter[str] = field(default_factory=Counter)  # by task
 
     @classmethod
     def of_round(
@@ -50,31 +55,41 @@ class Scoring:
         complete_first: bool,
     ) -> Scoring:
         """`complete_first`: responses of complete groups go before others."""
-        tasks = {known.task for known in draws.values()} if complete_first and reward else ()
-        queues = {task: RewardQueue(rules.responses_per_prompt) for task in sorted(tasks)}
-        return cls(reward, draws, rules.streams, queues if rules.streams else {})
+        tasks = sorted({known.task for known in draws.values()})
+        queued = tasks if complete_first and reward and rules.streams else ()
+        queues = {task: RewardQueue(rules.responses_per_prompt) for task in queued}
+        return cls(reward, draws, rules.streams, tasks, queues)
 
     def handled(
         self, now: float, commands: Sequence[Command], has_lost: Callable[[DrawId], bool]
     ) -> list[ResponseScored]:
         """The scores that these commands begin."""
-        if not self.queues:
-            return self._scored(now, [c for c in commands if isinstance(c, ScoreResponse)])
-        for command in commands:
-            if isinstance(command, ScoreResponse):
-                self._queue(command.draw).put(command)
-            elif isinstance(command, AbortGroup):
-                self._queue(command.draw).let_go(command.draw)
-        assert self.reward is not None
-        taken = [
-            command
-            for task, queue in self.queues.items()
-            for command in queue.take(self.reward.room(task), has_lost)
-        ]
-        return self._scored(now, taken)
+        asked = [command for command in commands if isinstance(command, ScoreResponse)]
+        if self.queues:
+            for command in commands:
+                if isinstance(command, ScoreResponse):
+                    self._queue(command.draw).put(command)
+                elif isinstance(command, AbortGroup):
+                    self._queue(command.draw).let_go(command.draw)
+            assert self.reward is not None
+            asked = [
+                command
+                for task, queue in self.queues.items()
+                for command in queue.take(self.reward.room(task), has_lost)
+            ]
+        for command in asked:
+            self.under_way[self.draws[command.draw].task] += 1
+        if self.reward is not None:
+            for task in self.tasks:
+                waiting = self.queues[task].waiting if self.queues else 0
+                self.meter.looked(now, task, self.under_way[task] + waiting, self.reward.room(task))
+        return self._scored(now, asked)
 
     def answered(self, event: ResponseScored) -> None:
         """A score is known: there is room for another response."""
+        task = self.draws[event.draw].task
+        self.under_way[task] -= 1
+        self.meter.answered(task)
         if self.queues:
             self._queue(event.draw).answered()
 

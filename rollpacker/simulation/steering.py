@@ -92,8 +92,7 @@ def round_seen(step: StepTrace) -> RoundSeen:
         trace.finish.deferred,
         dataclasses.replace(engines, kv_capacity=step.kv_capacity),
         trace.meter.moved,
-        step.rollout_seconds,
-        step.scored_seconds - step.rollout_seconds,
+        trace.rewards,
     )
 
 

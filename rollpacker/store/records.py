@@ -18,9 +18,10 @@ from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
 # 3: and its engines by their size; one of layout 2 does not know whose speed it has.
 # 4: and what is known of first launches; one of layout 3 goes on as if all came out as they were.
 #    Mode auto begins with another ladder: one of layout 3 keeps its own until it chooses.
-LAYOUT_VERSION = 4
+# 5: and which graders its groups have, and what a reward costs; one of layout 4 does not know yet.
+LAYOUT_VERSION = 5
 _OLD_START = {"deferral_levels": 3, "speculation_factors": [2.0, 2.0, 2.0]}  # below layout 4
-READABLE_LAYOUTS = (1, 2, 3, 4)
+READABLE_LAYOUTS = (1, 2, 3, 4, 5)
 READABLE = ", ".join(map(str, READABLE_LAYOUTS))  # in messages
 
 

@@ -40,6 +40,7 @@ from rollpacker.policy.events import (
     ReplicaLost,
     ResponseScored,
 )
+from rollpacker.policy.reward_meter import RewardMeter, RewardsSeen
 from rollpacker.policy.reward_queue import RewardQueue
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown
@@ -93,6 +94,7 @@ class CommandRunner:
         self._replicas = replicas
         self._rewards = rewards
         self._reward_queues: dict[GraderKind, RewardQueue] = {}
+        self._reward_meter = RewardMeter()
         self._emit = emit
         self._on_progress = on_progress
         self._take_draws = take_draws
@@ -134,6 +136,7 @@ class CommandRunner:
                 released=tuple(now - at for at in self._released.values()),
                 preemptions=await self._replicas.preemptions(),
                 moved_groups=self._moved_groups,
+                rewards=self._rewards_seen(),
             )
         finally:
             await self._tasks.end()
@@ -167,9 +170,12 @@ class CommandRunner:
                 return command
             await self._carry_out(command)
         for kind, queue in self._reward_queues.items():
-            if queue.waiting:
-                for due in queue.take(self._rewards.room(kind), self._round.has_lost):
+            if queue.waiting or queue.under_way:
+                room = self._rewards.room(kind)
+                for due in queue.take(room, self._round.has_lost):
                     self._tasks.spawn(self._score(due.draw, due.index))
+                asked = queue.under_way + queue.waiting
+                self._reward_meter.looked(event.at, kind.value, asked, room)
         return None
 
     async def _rebalance(self) -> None:
@@ -257,6 +263,10 @@ class CommandRunner:
         assert self._first_at is not None
         return max(0.0, self._last_at - self._first_at - finish.rollout_seconds)
 
+    def _rewards_seen(self) -> RewardsSeen:
+        kinds = {draw: prompt.grader_kind.value for draw, prompt in self._context.prompts.items()}
+        return RewardsSeen(kinds, self._reward_meter.speeds)
+
     def _drafts_left(self, finish: FinishRound) -> dict[DrawId, tuple[Draft, ...]]:
         return {
             item.draw.id: self._streams.carry_over.left(
@@ -279,6 +289,7 @@ class CommandRunner:
             return
         collected.score = score
         self._reward_queue(draw).answered()
+        self._reward_meter.answered(prompt.grader_kind.value)
         self._tell(ResponseScored(time.monotonic(), draw, index, score.reward))
 
 

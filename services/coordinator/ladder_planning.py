@@ -82,8 +82,7 @@ def memory_after(state: RunState, result: RoundResult) -> Mapping[str, Any]:
         result.finish.deferred,
         EnginesSeen.of(meter, result.tensor_parallel_size, result.apply_seconds),
         meter.moved,
-        result.finish.rollout_seconds,
-        result.reward_wait_seconds,
+        result.rewards,
     )
     memory = memory_from_json(state.ladder_memory)
     return memory_to_json(remembered(memory, seen))

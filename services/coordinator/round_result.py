@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
+from rollpacker.policy.reward_meter import RewardsSeen
 from rollpacker.types import Draft, Draw, DrawId, PromptGroup
 from services.coordinator.carry_over import CheckedDraft
 
@@ -30,4 +31,5 @@ class RoundResult:
     preemptions: int = 0  # of the replicas that served to the end
     released: tuple[float, ...] = ()  # for each released replica, seconds until the end
     moved_groups: int = 0  # that an idle replica took over
+    rewards: RewardsSeen = field(default_factory=RewardsSeen)
     meter: EngineMeter | None = None  # of the engines' speed, where mode auto plans with it

@@ -106,6 +106,7 @@ class RoundRunner:
         )
         started = time.monotonic()
         result = await runner.run(restored)
+        log.rewarded(result.rewards)
         await in_thread(partial(self._context.outputs.write_round, state.step, log.lines))
         ready = replicas.first_ready_at or started
         self._served.served(spec.tensor_parallel_size, replicas.served_count)

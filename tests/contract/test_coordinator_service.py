@@ -217,7 +217,7 @@ async def test_while_rewards_do_not_keep_up_only_the_responses_of_complete_group
     launched = math.ceil(tail.resolved_speculation_factors[0] * tail.prompts_per_step)
     gate = cluster.reward.hold()
     async with coordinator(cluster) as c:
-        await c.start(values, until_step=1)
+        run = await c.start(values, until_step=1)
         while True:  # until every group has all its responses, or has lost
             started = sum(rollout.group_count for rollout in cluster.rollouts)
             if started >= launched and not any(rollout.running for rollout in cluster.rollouts):
@@ -229,6 +229,13 @@ async def test_while_rewards_do_not_keep_up_only_the_responses_of_complete_group
         trained = sum(len(step) for step in await samples(c, "r"))
     assert trained == tail.prompts_per_step * tail.responses_per_prompt
     assert trained <= cluster.reward.scored_count <= trained + 1  # one was there before all others
+    log = Path(run.run_directory) / "rounds/step_000000.jsonl"
+    logged = read_round(log.read_text().splitlines())
+    assert set(logged.rewards.kinds) == {draw.id for draw in logged.arguments.draws}
+    (kind,) = set(logged.rewards.kinds.values())
+    waited = logged.rewards.speeds[kind].waited  # for the planner: one at a time, the others wait
+    assert 0.8 * trained < waited.responses <= cluster.reward.scored_count
+    assert waited.seconds > 0.0
 
 
 async def test_reward_services_are_sent_about_twice_what_they_grade_at_once(

@@ -24,6 +24,7 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     remembered,
 )
+from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.types import DeferredDraw, Draw, DrawId
 
 P0, R0, CAP = 8, 4, 4096
@@ -31,29 +32,56 @@ RULES = PlannerRules(P0, R0, CAP)
 SPEED = SpeedSums().add((100.0, 100.0, 1000.0), 1.0).add((100.0, 800.0, 8000.0), 2.0)
 
 
-def timed(rollout: float, wait: float) -> RoundSeen:
-    return RoundSeen(
-        0,
-        [],
-        [],
-        EnginesSeen(SPEED, 1, 0, 100.0),
-        rollout_seconds=rollout,
-        reward_wait_seconds=wait,
-    )
+def graded(waited: RewardSums, busy: RewardSums) -> RoundSeen:
+    rewards = RewardsSeen({}, {"judge": RewardSpeed(waited, busy)})
+    return RoundSeen(0, [], [], EnginesSeen(SPEED, 1, 0, 100.0), rewards=rewards)
 
 
-def test_what_rewards_need_is_seen_where_a_round_waits_long_for_them() -> None:
-    memory = remembered(LadderMemory(), timed(10.0, 2.0))  # the last grading
-    assert memory.reward_seconds == 0.0
-    memory = remembered(memory, timed(10.0, 30.0))
-    assert memory.reward_seconds == 40.0
-    for again, between in ((timed(10.0, 20.0), (30.0, 40.0)), (timed(5.0, 0.0), (5.0, 40.0))):
-        assert between[0] < remembered(memory, again).reward_seconds < between[1]
-    later = memory
-    for _ in range(16):  # rounds that do not wait say nothing: a half-life
-        later = remembered(later, timed(100.0, 0.0))
-    assert later.reward_seconds == pytest.approx(20.0)
-    assert memory_from_json(memory_to_json(memory)) == memory
+def test_what_a_reward_costs_is_seen_where_it_is_waited_for() -> None:
+    kept_up = graded(RewardSums(), RewardSums(100.0, 300.0))
+    assert not remembered(LadderMemory(), kept_up).graders["judge"].responses
+    waits = graded(RewardSums(80.0, 160.0), RewardSums(100.0, 220.0))
+    memory = remembered(LadderMemory(), waits)
+    assert memory.graders["judge"].per_response == pytest.approx(2.0)
+    slower = graded(RewardSums(80.0, 320.0), RewardSums(100.0, 440.0))
+    assert 2.0 < remembered(memory, slower).graders["judge"].per_response < 4.0
+    assert memory_from_json(json.loads(json.dumps(memory_to_json(memory)))) == memory
+
+
+def test_a_memory_of_layout_4_does_not_know_its_graders_yet() -> None:
+    memory = LadderMemory()
+    for seen in rounds(8, 1):
+        memory = remembered(memory, seen)
+    values = memory_to_json(memory)
+    values["groups"] = [[*row][:-1] for row in values["groups"]]
+    del values["graders"]
+    assert memory_from_json({**values, "reward_seconds": 3.5}) == memory
+
+
+def test_graders_that_have_become_faster_are_not_waited_for_as_before() -> None:
+    waits = graded(RewardSums(80.0, 160.0), RewardSums(100.0, 220.0))
+    memory = remembered(LadderMemory(), waits)
+    for few in (graded(RewardSums(), RewardSums(5.0, 1.0)), kept_up(3.0)):  # says nothing
+        assert remembered(memory, few).graders["judge"].per_response == pytest.approx(2.0)
+    assert remembered(memory, kept_up(0.5)).graders["judge"].per_response == pytest.approx(0.5)
+
+
+def kept_up(seconds: float) -> RoundSeen:
+    """A round whose graders had room all the time; `seconds`: for each of 100 responses."""
+    return graded(RewardSums(), RewardSums(100.0, 100.0 * seconds))
+
+
+def test_a_deferred_group_stays_with_its_kind_of_grader() -> None:
+    draw = Draw(0, "x", (1, 2), level=1)
+    lost = DeferredDraw(draw, (50, 60), (True, False))
+    rewards = RewardsSeen({draw.id: "code"})
+    engines = EnginesSeen(SPEED, 1, 0, 100.0)
+    memory = remembered(LadderMemory(), RoundSeen(0, [], [lost], engines, rewards=rewards))
+    assert memory.groups[draw.id].grader == "code"
+    whole = TrainedGroup(draw.id, 0, (50, 90), 0)
+    memory = remembered(memory, RoundSeen(1, [whole], [], engines, rewards=rewards))
+    assert memory.groups[draw.id].complete
+    assert memory.groups[draw.id].grader == "code"
 
 
 def rounds(count: int, seed: int, *, same: float = 1.0) -> list[RoundSeen]:

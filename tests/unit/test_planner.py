@@ -90,24 +90,55 @@ def test_drafts_make_deferral_cheaper() -> None:
     assert drafts.rollout_seconds < plain.rollout_seconds
 
 
-def test_no_round_is_over_before_its_rewards_are_known() -> None:
-    law = GroupLaw(groups(300, 0.05), 8192)
+def graded(seen: list[ObservedGroup], *kinds: str) -> list[ObservedGroup]:
+    """Groups whose kinds of grader take turns."""
+    return [replace(group, grader=kinds[n % len(kinds)]) for n, group in enumerate(seen)]
+
+
+def test_no_round_is_over_before_its_graders_have_scored_what_it_keeps() -> None:
+    law = GroupLaw(graded(groups(300, 0.05), "judge"), 8192)
     plain = forecast(RULES, ENGINES, law, (2.0, 2.0))
-    shortest = min(
-        item.seconds(RULES, ENGINE, law)[1] for item in level_rounds(RULES, law, (2.0, 2.0))
+    work = RULES.prompts_per_step * RULES.responses_per_prompt
+    for seconds in (0.1, 1.0, 1e4):
+        slow = forecast(replace(RULES, reward_seconds={"judge": seconds}), ENGINES, law, (2.0, 2.0))
+        assert slow.decode_seconds == plain.decode_seconds == pytest.approx(plain.rollout_seconds)
+        assert slow.rollout_seconds >= max(plain.rollout_seconds, seconds * work)
+    assert slow.rollout_seconds == pytest.approx(1e4 * work, rel=1e-3)
+
+
+def test_kinds_of_grader_work_side_by_side_each_on_its_own() -> None:
+    rules = replace(RULES, reward_seconds={"judge": 1e4, "math": 1e4})
+    one = GroupLaw(graded(groups(300, 0.05), "judge"), 8192)
+    two = GroupLaw(graded(groups(300, 0.05), "judge", "math"), 8192)
+    alone, both = (forecast(rules, ENGINES, law, (2.0,)).rollout_seconds for law in (one, two))
+    assert both == pytest.approx(alone / 2.0, rel=0.2)  # the shares of a level vary
+    unknown = GroupLaw(graded(groups(300, 0.05), "code"), 8192)
+    plain = forecast(RULES, ENGINES, unknown, (2.0,))
+    assert forecast(rules, ENGINES, unknown, (2.0,)) == plain
+
+
+def test_rounds_that_keep_more_of_a_slow_kind_take_longer() -> None:
+    """A judge's responses are short here: short rounds keep more of them than long ones do."""
+    rng = random.Random(0)
+    seen = [
+        ObservedGroup(tuple(rng.randint(low, high) for _ in range(4)), complete=True, grader=kind)
+        for _ in range(150)
+        for kind, low, high in (("judge", 50, 300), ("math", 200, 2000))
+    ]
+    rules = replace(RULES, reward_seconds={"judge": 10.0})
+    law = GroupLaw(seen, 8192)
+    short, long_ = (
+        item.seconds(rules, ENGINE, law)[0] for item in level_rounds(rules, law, (2.0,))
     )
-    bound = shortest + 5.0
-    slow = forecast(replace(RULES, reward_seconds=bound), ENGINES, law, (2.0, 2.0))
-    assert slow.decode_seconds == plain.decode_seconds == pytest.approx(plain.rollout_seconds)
-    assert slow.rollout_seconds > plain.rollout_seconds
-    endless = forecast(replace(RULES, reward_seconds=1e6), ENGINES, law, (2.0, 2.0))
-    assert endless.rollout_seconds == pytest.approx(1e6)
+    assert short > 2.0 * long_
+    assert short == pytest.approx(10.0 * 16 * 4, rel=0.1)
 
 
 def test_where_rewards_decide_how_long_a_round_is_the_least_decoding_is_best() -> None:
-    slow = replace(RULES, reward_seconds=1e6, min_gain=-1.0)
-    choice = chosen(slow, groups(400, 0.03), ())
-    law = GroupLaw(groups(400, 0.03), 8192)
+    slow = replace(RULES, reward_seconds={"judge": 1e6}, min_gain=-1.0)
+    seen = graded(groups(400, 0.03), "judge")
+    choice = chosen(slow, seen, ())
+    law = GroupLaw(seen, 8192)
     best = forecast(slow, ENGINES, law, choice.factors).decode_seconds
     for factors in ((), (1.25,), (1.5,), (2.0,), (1.5, 1.5), (2.0, 2.0, 2.0)):
         assert best <= forecast(slow, ENGINES, law, factors).decode_seconds

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollpacker.policy.advantages import AdvantageRules, OverlongShaping
 from rollpacker.policy.commands import Command
 from rollpacker.policy.events import DrawsAdded, Event, GroupRestored, ReplicaJoined
+from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.round_log import (
@@ -70,6 +71,16 @@ def lines_of(seed: int, faults: int, race: RaceKind = RaceKind.TOKENS) -> list[s
 
 def test_the_arguments_come_back_as_they_were() -> None:
     assert read_round(RoundLog(ARGUMENTS).lines).arguments == ARGUMENTS
+
+
+def test_what_is_known_of_its_rewards_comes_back_and_need_not_be_there() -> None:
+    speed = RewardSpeed(RewardSums(3.0, 0.5), RewardSums(4.0, 0.75))
+    rewards = RewardsSeen({DRAWS[0].id: "judge", DRAWS[1].id: "math"}, {"judge": speed})
+    log = RoundLog(ARGUMENTS)
+    assert read_round(log.lines).rewards == RewardsSeen()
+    log.rewarded(rewards)
+    assert read_round(log.lines).rewards == rewards
+    assert replayed(read_round(log.lines)) == []
 
 
 @given(st.integers(0, 10_000), st.integers(0, 3), st.sampled_from(RaceKind))

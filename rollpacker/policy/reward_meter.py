@@ -1,0 +1,92 @@
+"""How fast rewards come, by kind of grader, from one round.
+
+While more responses of a kind are asked for than its graders work on, they are what is waited for,
+and the time between two answers is what a response costs (`waited`), however many graders there
+are. Over all the time in which any was asked for (`busy`), it costs at most as much: that says when
+graders have become faster, so that none waits any more.
+
+    asked --> RewardQueue / reward service --> answered        after each event: `looked`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollpacker.types import DrawId
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSums:
+    """Responses that were answered, and in how many seconds."""
+
+    responses: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def per_response(self) -> float:
+        """Seconds; 0 while nothing was answered."""
+        return self.seconds / self.responses if self.responses else 0.0
+
+    def plus(self, responses: float, seconds: float) -> RewardSums:
+        """With more of them."""
+        return RewardSums(self.responses + responses, self.seconds + seconds)
+
+    def faded(self, share: float) -> RewardSums:
+        """As much, said by a share of the responses."""
+        return RewardSums(share * self.responses, share * self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpeed:
+    """Of one kind of grader."""
+
+    waited: RewardSums = field(default_factory=RewardSums)  # while more were asked for than fit
+    busy: RewardSums = field(default_factory=RewardSums)  # while any was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsSeen:
+    """What a finished round shows of its rewards."""
+
+    kinds: Mapping[DrawId, str] = field(default_factory=dict)  # of grader, of all its draws
+    speeds: Mapping[str, RewardSpeed] = field(default_factory=dict)  # by kind
+
+
+@dataclass(slots=True)
+class _Grader:
+    """As it was when it was last looked at."""
+
+    at: float = 0.0
+    asked: int = 0
+    room: int = 0
+    answered: int = 0  # since then
+    speed: RewardSpeed = field(default_factory=RewardSpeed)
+
+
+class RewardMeter:
+    """Of one round."""
+
+    def __init__(self) -> None:
+        self._graders: dict[str, _Grader] = {}
+
+    @property
+    def speeds(self) -> dict[str, RewardSpeed]:
+        """By kind of grader."""
+        return {kind: grader.speed for kind, grader in self._graders.items()}
+
+    def answered(self, kind: str) -> None:
+        """A response has its reward, or none."""
+        self._graders.setdefault(kind, _Grader()).answered += 1
+
+    def looked(self, at: float, kind: str, asked: int, room: int) -> None:
+        """At `at` seconds so many responses are asked for and not answered; `room`: so many are
+        worked on, or on their way, at once; 0: nobody knows."""
+        grader = self._graders.setdefault(kind, _Grader())
+        if grader.asked:
+            count, seconds = grader.answered, at - grader.at
+            waited, busy = grader.speed.waited, grader.speed.busy
+            if 0 < grader.room < grader.asked:
+                waited = waited.plus(count, seconds)
+            grader.speed = RewardSpeed(waited, busy.plus(count, seconds))
+        grader.at, grader.asked, grader.room, grader.answered = at, asked, room, 0
