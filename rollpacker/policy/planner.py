@@ -26,7 +26,9 @@ _FACTORS = (1.25, 1.5, 1.75, 2.0)
 # this share of it, so that one at the edge is not left and taken again all the time.
 _SLACK = 0.15
 _EQUAL = 1e-3  # ladders whose tokens per second differ by less: where rewards decide the times
-_ALONE = (4 / 3,)  # of a single level: its rounds leave nothing waiting, so draws stay young
+# Of a single level: as many rounds fill its long round, and nothing is left waiting, so draws stay
+# young.
+_ALONE = tuple(1.0 + 1.0 / rounds for rounds in (3, 5, 6, 7, 8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from rollpacker.simulation.workload import MIX, Workload, WorkloadRules
 
 FIXED: tuple[tuple[float, ...], ...] = (
     (),
+    (1.125,),
+    (1.2,),
     (1.25,),
     (1.5,),
     (2.0,),
