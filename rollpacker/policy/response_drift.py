@@ -116,8 +116,10 @@ def _table(pairs: PairsSeen) -> list[tuple[float, float]]:
 
 
 def between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Linear between neighbouring points, constant behind the last."""
+    """A share at `at` = log(1 + updates): linear between neighbouring points, the first of which is
+    (0, 1); behind the last it falls as the power of 1 + updates that goes through that one."""
     for (left, low), (right, high) in pairwise(points):
         if at <= right:
             return low + (high - low) * (at - left) / max(1e-12, right - left)
-    return points[-1][1]
+    last, share = points[-1]
+    return float(share ** (at / last)) if last > 0.0 else share

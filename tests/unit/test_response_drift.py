@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.policy.response_drift import Pairs, PairsSeen, octave, unchanged
+from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
 
 
 def seen(keep: object, count: int = 4000, longest: int = 2000, seed: int = 0) -> PairsSeen:
@@ -56,3 +56,21 @@ def test_what_is_unchanged_up_to_a_token_is_unchanged_before(
 
 def test_the_tokens_of_an_octave_differ_by_less_than_two_times() -> None:
     assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1023, 1024)] == [0, 0, 1, 1, 2, 2, 3, 9, 10]
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4).map(lambda s: sorted(s, reverse=True)),
+    st.floats(0.0, 5.0),
+    st.floats(0.0, 5.0),
+)
+def test_behind_the_oldest_that_was_seen_less_and_less_is_left(
+    shares: list[float], at: float, further: float
+) -> None:
+    points = [(0.0, 1.0), *((0.5 * n, share) for n, share in enumerate(shares, start=1))]
+    assert 0.0 <= between(points, at + further) <= between(points, at) + 1e-12
+    last, share = points[-1]
+    assert between(points, 2.0 * last) == pytest.approx(share**2)
+
+
+def test_nothing_is_lost_with_age_while_no_age_was_seen() -> None:
+    assert between([(0.0, 1.0)], 3.0) == 1.0
