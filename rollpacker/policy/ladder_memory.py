@@ -293,8 +293,8 @@ def _count(counts: dict[int, tuple[float, float]], age: int, compared: float, sa
 
 
 def _by_age(counts: Mapping[int, tuple[float, float]]) -> Callable[[float], float]:
-    """The measured share at any age, by points of neighbouring ages with enough comparisons together
-    (`between`); none where nothing was compared."""
+    """The measured share at any age, by points of neighbouring ages that have enough comparisons
+    together (`between`); none where nothing was compared."""
     points = [(0.0, 1.0)]
     ages, compared, same = 0.0, 0.0, 0.0
     for age in sorted(counts):
