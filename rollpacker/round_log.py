@@ -73,7 +73,14 @@ class RoundLog:
         """The round is over; this is known of its rewards."""
         values = {
             "kinds": [[*draw, kind] for draw, kind in rewards.kinds.items()],
-            "speeds": {kind: _fields(speed) for kind, speed in rewards.speeds.items()},
+            "speeds": {
+                kind: {
+                    "waited": _fields(speed.waited),
+                    "busy": _fields(speed.busy),
+                    "took": list(speed.took.items()),
+                }
+                for kind, speed in rewards.speeds.items()
+            },
         }
         self.lines.append(_encode({"rewards": values}))
 
@@ -215,7 +222,7 @@ def _rewards(values: Mapping[str, Any]) -> RewardsSeen:
     return RewardsSeen(
         {DrawId(epoch, prompt): kind for epoch, prompt, kind in values["kinds"]},
         {
-            kind: _made(RewardSpeed, speed, waited=sums, busy=sums)
+            kind: _made(RewardSpeed, speed, waited=sums, busy=sums, took=dict)
             for kind, speed in values["speeds"].items()
         },
     )

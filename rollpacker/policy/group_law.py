@@ -82,7 +82,8 @@ class GroupLaw:
             self._by_bin(_behind([n * n for n in row], weights)) for row in counts
         ]
         graders = [group.grader for group, _ in kept]
-        self.alive_by_grader = {  # of these, those that a kind of grader scores
+        counts.append([float(len(row) - bisect.bisect_left(row, cap)) for row in rows])
+        self.alive_by_grader = {  # those that a kind of grader scores; and those that meet the cap
             kind: [self._by_bin(_behind(_only(row, graders, kind), weights)) for row in counts]
             for kind in sorted(set(graders))
         }

@@ -32,6 +32,7 @@ from statistics import NormalDist, fmean, median
 from rollpacker.policy.group_law import GroupLaw
 from rollpacker.policy.ladder_ages import Ages, level_ages, level_changes
 from rollpacker.policy.response_drift import Unchanged
+from rollpacker.policy.reward_forecast import GraderMeasure, scored_seconds
 
 # Standard normal numbers, equally likely cases of what varies between rounds. Where a level keeps
 # about as many groups as end by themselves, a case is a whole round to the cap: so many of them.
@@ -63,7 +64,7 @@ class PlannerRules:
     max_stand_in: float = 4.0  # groups for which the longest complete one may stand
     unchanged: Unchanged = _always  # whether a response is, up to a token, some updates later
     acceptance: Callable[[float], float] = _never  # share of a draft's tokens accepted then
-    reward_seconds: Mapping[str, float] = field(default_factory=dict)  # of a response, by grader
+    graders: Mapping[str, GraderMeasure] = field(default_factory=dict)  # by kind
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
     largest_size: int = 0  # 0: engines keep their own
@@ -123,11 +124,10 @@ class LevelRound:
         groups = self.factor * rules.prompts_per_step / engine.replicas
         profile = _profile(engine, law, groups, self.pool, self.start)
         decoding = [_between(law.grid, profile, end) for end in self.ends]
-        kept = _race(self.pool, 1.0 / self.factor)[0]
         launched = self.factor * rules.prompts_per_step
-        rewards = _reward_seconds(rules, law, profile, [launched * mass for mass in kept])
-        places = (bisect.bisect_left(law.grid, end) - 1 for end in self.ends)
-        scored = (max(a, rewards[b]) for a, b in zip(decoding, places, strict=True))
+        kept = [launched * mass for mass in _race(self.pool, 1.0 / self.factor)[0]]
+        places = [bisect.bisect_left(law.grid, end) - 1 for end in self.ends]
+        scored = scored_seconds(rules.graders, law, profile, kept, decoding, places)
         return fmean(scored), fmean(decoding)
 
 
@@ -210,22 +210,6 @@ def forecast(
         step_seconds,
         tokens * rules.prompts_per_step / step_seconds,
     )
-
-
-def _reward_seconds(
-    rules: PlannerRules, law: GroupLaw, profile: Sequence[float], kept: Sequence[float]
-) -> list[float]:
-    """Until the graders that take longest have scored what is kept (`kept`: groups by bin), for a
-    round that ends behind each point of the grid.
-
-    What is behind a point is asked for later than that, and graded one response after the other.
-    """
-    found = [0.0] * len(law.grid)
-    for kind, seconds in rules.reward_seconds.items():
-        for place, by_bin in enumerate(law.alive_by_grader.get(kind, ())):
-            behind = seconds * sum(map(mul, kept, by_bin))
-            found[place] = max(found[place], profile[place] + behind)
-    return list(accumulate(found, max))
 
 
 def _race(pool: Pool, share: float) -> tuple[Pool, Pool]:

@@ -37,6 +37,7 @@ from rollpacker.policy.group_law import ObservedGroup
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
+from rollpacker.policy.reward_forecast import GraderMeasure
 from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.types import DeferredDraw, DrawId
 
@@ -60,6 +61,20 @@ class SeenGroup:
     complete: bool  # False: deferred, with what it had
     first_tokens: tuple[int, ...] = ()  # where its first launch ended by itself; else 0
     grader: str = ""  # kind of it
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGrader:
+    """A kind of grader; older rounds fade."""
+
+    waited: RewardSums = field(default_factory=RewardSums)  # while it was what was waited for
+    took: Mapping[int, float] = field(default_factory=dict)  # responses, by `part_of_octave`
+
+    @property
+    def measure(self) -> GraderMeasure:
+        """What the planner goes by."""
+        known = self.waited.responses >= _MIN_ANSWERS
+        return GraderMeasure(self.waited.per_response if known else 0.0, self.took)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +109,7 @@ class LadderMemory:
     pairs: PairsSeen = field(default_factory=dict)  # responses that ended twice
     # By age: how many were compared, and how many were the same.
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    graders: Mapping[str, RewardSums] = field(default_factory=dict)  # by kind, when waited for
+    graders: Mapping[str, SeenGrader] = field(default_factory=dict)  # by kind
 
 
 def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:
@@ -185,11 +200,7 @@ def next_ladder(
         unchanged=unchanged(memory.pairs),
         acceptance=_by_age(memory.draft_tokens),
         resize_seconds=memory.engines.resize_seconds,
-        reward_seconds={
-            kind: sums.per_response
-            for kind, sums in memory.graders.items()
-            if sums.responses >= _MIN_ANSWERS
-        },
+        graders={kind: grader.measure for kind, grader in memory.graders.items()},
     )
     groups = [
         ObservedGroup(
@@ -215,7 +226,10 @@ def memory_to_json(memory: LadderMemory) -> dict[str, Any]:
         "engines": engines_to_json(memory.engines),
         "pairs": [[*key, *astuple(item)] for key, item in memory.pairs.items()],
         "draft_tokens": [[age, *counts] for age, counts in memory.draft_tokens.items()],
-        "graders": [[kind, *astuple(sums)] for kind, sums in memory.graders.items()],
+        "graders": [
+            [kind, *astuple(item.waited), list(item.took.items())]
+            for kind, item in memory.graders.items()
+        ],
     }
 
 
@@ -233,7 +247,10 @@ def memory_from_json(values: Mapping[str, Any]) -> LadderMemory:
         engines=engines_from_json(engines),
         pairs={(age, size): Pairs(*counts) for age, size, *counts in values.get("pairs", ())},
         draft_tokens={age: (all_, same) for age, all_, same in values["draft_tokens"]},
-        graders={kind: RewardSums(*sums) for kind, *sums in values.get("graders", ())},
+        graders={
+            kind: SeenGrader(RewardSums(*sums), dict(map(tuple, took)))
+            for kind, *sums, took in values.get("graders", ())
+        },
     )
 
 
@@ -269,16 +286,24 @@ def _compare(
 
 
 def _graders(
-    before: Mapping[str, RewardSums], seen: Mapping[str, RewardSpeed]
-) -> dict[str, RewardSums]:
-    """What a response costs while it is waited for. Where a round shows that it costs less, that
-    counts from now on: graders that have become faster are not waited for any more."""
-    found = {kind: sums.faded(_FADES) for kind, sums in before.items()}
+    before: Mapping[str, SeenGrader], seen: Mapping[str, RewardSpeed]
+) -> dict[str, SeenGrader]:
+    """What a response costs while it is waited for, and how long it takes. Where a round shows that
+    it costs less, that counts from now on: graders that have become faster are not waited for any
+    more."""
+    found = {
+        kind: SeenGrader(item.waited.faded(_FADES), {p: _FADES * n for p, n in item.took.items()})
+        for kind, item in before.items()
+    }
     for kind, speed in seen.items():
-        waited = speed.waited
-        sums = found.get(kind, RewardSums()).plus(waited.responses, waited.seconds)
-        is_less = speed.busy.per_response < sums.per_response
-        found[kind] = speed.busy if speed.busy.responses >= _MIN_ANSWERS and is_less else sums
+        item = found.get(kind, SeenGrader())
+        waited = item.waited.plus(speed.waited.responses, speed.waited.seconds)
+        is_less = speed.busy.per_response < waited.per_response
+        if speed.busy.responses >= _MIN_ANSWERS and is_less:
+            waited = speed.busy
+        parts = item.took.keys() | speed.took.keys()
+        took = {p: item.took.get(p, 0.0) + speed.took.get(p, 0.0) for p in sorted(parts)}
+        found[kind] = SeenGrader(waited, took)
     return found
 
 

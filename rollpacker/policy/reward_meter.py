@@ -3,16 +3,19 @@
 While more responses of a kind are asked for than its graders work on, they are what is waited for,
 and the time between two answers is what a response costs (`waited`), however many graders there
 are. Over all the time in which any was asked for (`busy`), it costs at most as much: that says when
-graders have become faster, so that none waits any more.
+graders have become faster, so that none waits any more. How long responses take by themselves
+(`took`) says how long a round waits for its last ones.
 
     asked --> RewardQueue / reward service --> answered        after each event: `looked`
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.policy.reward_forecast import part_of_octave
 from rollpacker.types import DrawId
 
 
@@ -43,6 +46,7 @@ class RewardSpeed:
 
     waited: RewardSums = field(default_factory=RewardSums)  # while more were asked for than fit
     busy: RewardSums = field(default_factory=RewardSums)  # while any was asked for
+    took: Mapping[int, float] = field(default_factory=dict)  # responses, by `part_of_octave`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,9 @@ class _Grader:
     asked: int = 0
     room: int = 0
     answered: int = 0  # since then
-    speed: RewardSpeed = field(default_factory=RewardSpeed)
+    waited: RewardSums = field(default_factory=RewardSums)
+    busy: RewardSums = field(default_factory=RewardSums)
+    took: Counter[int] = field(default_factory=Counter)
 
 
 class RewardMeter:
@@ -73,7 +79,14 @@ class RewardMeter:
     @property
     def speeds(self) -> dict[str, RewardSpeed]:
         """By kind of grader."""
-        return {kind: grader.speed for kind, grader in self._graders.items()}
+        return {
+            kind: RewardSpeed(grader.waited, grader.busy, dict(sorted(grader.took.items())))
+            for kind, grader in self._graders.items()
+        }
+
+    def took(self, kind: str, seconds: float) -> None:
+        """A response took so long by itself, without a wait for a grader."""
+        self._graders.setdefault(kind, _Grader()).took[part_of_octave(seconds)] += 1
 
     def answered(self, kind: str) -> None:
         """A response has its reward, or none."""
@@ -85,8 +98,7 @@ class RewardMeter:
         grader = self._graders.setdefault(kind, _Grader())
         if grader.asked:
             count, seconds = grader.answered, at - grader.at
-            waited, busy = grader.speed.waited, grader.speed.busy
             if 0 < grader.room < grader.asked:
-                waited = waited.plus(count, seconds)
-            grader.speed = RewardSpeed(waited, busy.plus(count, seconds))
+                grader.waited = grader.waited.plus(count, seconds)
+            grader.busy = grader.busy.plus(count, seconds)
         grader.at, grader.asked, grader.room, grader.answered = at, asked, room, 0

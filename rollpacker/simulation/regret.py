@@ -99,7 +99,7 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(49152, 0.65, 1.0, MIX, 61),
         RegretScenario(49152, 0.85, 1.0, "math", 62),
     ),
-    "fresh": (
+    "held_out_4": (
         RegretScenario(10240, 0.35, 1.0, "code", 71),
         RegretScenario(10240, 0.55, 1.0, MIX, 72),
         RegretScenario(10240, 0.8, 1.0, MIX, 73),
@@ -110,6 +110,18 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(40960, 0.5, 1.0, "math", 78),
         RegretScenario(40960, 0.65, 1.0, "code", 79),
         RegretScenario(40960, 0.85, 1.0, MIX, 80),
+    ),
+    "fresh": (
+        RegretScenario(9216, 0.45, 1.0, "code", 91),
+        RegretScenario(9216, 0.7, 1.0, MIX, 92),
+        RegretScenario(14336, 0.35, 1.0, "math", 93),
+        RegretScenario(14336, 0.55, 1.0, MIX, 94),
+        RegretScenario(14336, 0.85, 1.0, "code", 95),
+        RegretScenario(28672, 0.35, 1.0, MIX, 96),
+        RegretScenario(28672, 0.5, 1.0, "code", 97),
+        RegretScenario(28672, 0.7, 1.0, MIX, 98),
+        RegretScenario(57344, 0.45, 1.0, MIX, 99),
+        RegretScenario(57344, 0.65, 1.0, "math", 100),
     ),
     "growing": (RegretScenario(16384, 0.6, 2.0), RegretScenario(32768, 0.3, 2.0)),
 }

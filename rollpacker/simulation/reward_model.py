@@ -30,6 +30,7 @@ class Score:
 
     at: float
     reward: float
+    seconds: float  # that it took by itself
 
 
 class RewardModel:
@@ -70,14 +71,15 @@ class RewardModel:
             seconds = self._parameters["judge_seconds_per_response"]
             self.busy_seconds += seconds
             self._judge_free_at = max(self._judge_free_at, at) + seconds
-            return Score(self._judge_free_at, reward)
+            return Score(self._judge_free_at, reward, seconds)
         seconds = self._parameters[f"{task}_seconds"]
         self._dispatcher_free_at = max(self._dispatcher_free_at, at) + seconds
         if task == "math":
-            return Score(self._dispatcher_free_at, reward)
+            return Score(self._dispatcher_free_at, reward, seconds)
         if is_cut:
-            return Score(self._dispatcher_free_at, 0.0)
-        return Score(self._sandbox(self._dispatcher_free_at, prompt, correct=correct), reward)
+            return Score(self._dispatcher_free_at, 0.0, seconds)
+        at, run = self._sandbox(self._dispatcher_free_at, prompt, correct=correct)
+        return Score(at, reward, seconds + run)
 
     def score_in_turn(self, at: float, responses: Sequence[tuple[int, str, bool]]) -> list[Score]:
         """A whole step's (prompt, task, is_cut), one grader after the other; in the order given."""
@@ -90,7 +92,8 @@ class RewardModel:
             at = max([at, *(scores[place].at for place in mine)])
         return [scores[place] for place in range(len(responses))]
 
-    def _sandbox(self, at: float, prompt: int, *, correct: bool) -> float:
+    def _sandbox(self, at: float, prompt: int, *, correct: bool) -> tuple[float, float]:
+        """When a program is done, and how long it ran."""
         u = float(self._random.random())
         if correct:
             u *= _QUANTILES[-1]
@@ -104,7 +107,7 @@ class RewardModel:
         self._anchors[prompt] = next_anchor(self._anchors.get(prompt), run_time, correct=correct)
         start = max(at, heapq.heappop(self._slots))
         heapq.heappush(self._slots, start + seconds)
-        return start + seconds
+        return start + seconds, seconds
 
     def _earlier_anchor(self) -> float:
         """The longest correct run among eight responses."""

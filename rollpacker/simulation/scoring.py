@@ -104,6 +104,8 @@ class Scoring:
             scores = [self.reward.score(now, n, task, is_cut=cut) for n, task, cut in items]
         else:
             scores = self.reward.score_in_turn(now, items)
+        for (_, task, _), score in zip(items, scores, strict=True):
+            self.meter.took(task, score.seconds)
         return [
             ResponseScored(score.at, command.draw, command.index, score.reward)
             for command, score in zip(commands, scores, strict=True)

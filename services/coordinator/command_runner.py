@@ -290,6 +290,8 @@ class CommandRunner:
         collected.score = score
         self._reward_queue(draw).answered()
         self._reward_meter.answered(prompt.grader_kind.value)
+        if score.reward is not None:
+            self._reward_meter.took(prompt.grader_kind.value, score.work_seconds)
         self._tell(ResponseScored(time.monotonic(), draw, index, score.reward))
 
 

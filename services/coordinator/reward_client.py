@@ -47,6 +47,7 @@ class Score:
     verdict: Verdict | None
     start_time: float  # seconds since the Unix epoch
     end_time: float
+    work_seconds: float = 0.0  # of it, without a wait for a grader
 
 
 class RewardClient:
@@ -97,7 +98,9 @@ class RewardClient:
             else:
                 self._away = None
                 reward = answer.reward if answer.HasField("reward") else None
-                return Score(reward, wire.verdict_from_proto(answer.verdict), start, time.time())
+                verdict = wire.verdict_from_proto(answer.verdict)
+                work_seconds = answer.elapsed.ToTimedelta().total_seconds()
+                return Score(reward, verdict, start, time.time(), work_seconds)
             if failures >= self._settings.attempts or self._gives_up(asked_at):
                 break
         _log.error("no reward for %s: the reward service gave up on it", response_id)

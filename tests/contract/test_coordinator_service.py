@@ -233,7 +233,9 @@ async def test_while_rewards_do_not_keep_up_only_the_responses_of_complete_group
     logged = read_round(log.read_text().splitlines())
     assert set(logged.rewards.kinds) == {draw.id for draw in logged.arguments.draws}
     (kind,) = set(logged.rewards.kinds.values())
-    waited = logged.rewards.speeds[kind].waited  # for the planner: one at a time, the others wait
+    speed = logged.rewards.speeds[kind]  # for the planner
+    assert sum(speed.took.values()) == cluster.reward.scored_count
+    waited = speed.waited  # one at a time, the others wait
     assert 0.8 * trained < waited.responses <= cluster.reward.scored_count
     assert waited.seconds > 0.0
 

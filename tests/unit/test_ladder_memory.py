@@ -33,18 +33,20 @@ SPEED = SpeedSums().add((100.0, 100.0, 1000.0), 1.0).add((100.0, 800.0, 8000.0),
 
 
 def graded(waited: RewardSums, busy: RewardSums) -> RoundSeen:
-    rewards = RewardsSeen({}, {"judge": RewardSpeed(waited, busy)})
+    rewards = RewardsSeen({}, {"judge": RewardSpeed(waited, busy, {0: 5.0, 41: busy.responses})})
     return RoundSeen(0, [], [], EnginesSeen(SPEED, 1, 0, 100.0), rewards=rewards)
 
 
 def test_what_a_reward_costs_is_seen_where_it_is_waited_for() -> None:
     kept_up = graded(RewardSums(), RewardSums(100.0, 300.0))
-    assert not remembered(LadderMemory(), kept_up).graders["judge"].responses
+    assert not remembered(LadderMemory(), kept_up).graders["judge"].measure.seconds_per_response
     waits = graded(RewardSums(80.0, 160.0), RewardSums(100.0, 220.0))
     memory = remembered(LadderMemory(), waits)
-    assert memory.graders["judge"].per_response == pytest.approx(2.0)
+    assert memory.graders["judge"].waited.per_response == pytest.approx(2.0)
     slower = graded(RewardSums(80.0, 320.0), RewardSums(100.0, 440.0))
-    assert 2.0 < remembered(memory, slower).graders["judge"].per_response < 4.0
+    assert 2.0 < remembered(memory, slower).graders["judge"].waited.per_response < 4.0
+    took = remembered(memory, slower).graders["judge"].took
+    assert took[41] == pytest.approx(100.0 * (1.0 + 0.5 ** (1.0 / 16.0)))
     assert memory_from_json(json.loads(json.dumps(memory_to_json(memory)))) == memory
 
 
@@ -62,8 +64,10 @@ def test_graders_that_have_become_faster_are_not_waited_for_as_before() -> None:
     waits = graded(RewardSums(80.0, 160.0), RewardSums(100.0, 220.0))
     memory = remembered(LadderMemory(), waits)
     for few in (graded(RewardSums(), RewardSums(5.0, 1.0)), kept_up(3.0)):  # says nothing
-        assert remembered(memory, few).graders["judge"].per_response == pytest.approx(2.0)
-    assert remembered(memory, kept_up(0.5)).graders["judge"].per_response == pytest.approx(0.5)
+        assert remembered(memory, few).graders["judge"].waited.per_response == pytest.approx(2.0)
+    assert remembered(memory, kept_up(0.5)).graders["judge"].waited.per_response == pytest.approx(
+        0.5
+    )
 
 
 def kept_up(seconds: float) -> RoundSeen:

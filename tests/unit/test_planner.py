@@ -16,6 +16,7 @@ from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast, level_rounds
 from rollpacker.policy.planner import LadderChoice, choose_ladder
 from rollpacker.policy.response_drift import Unchanged
+from rollpacker.policy.reward_forecast import GraderMeasure
 
 RULES = PlannerRules(16, 4, 8192)
 ENGINE = EngineMeasure(4, 0.01, 2e-4, 1e-8, 1_000_000, 100)
@@ -95,19 +96,24 @@ def graded(seen: list[ObservedGroup], *kinds: str) -> list[ObservedGroup]:
     return [replace(group, grader=kinds[n % len(kinds)]) for n, group in enumerate(seen)]
 
 
+def graded_at(**seconds: float) -> PlannerRules:
+    """Graders that are waited for, by what a response costs."""
+    return replace(RULES, graders={kind: GraderMeasure(cost) for kind, cost in seconds.items()})
+
+
 def test_no_round_is_over_before_its_graders_have_scored_what_it_keeps() -> None:
     law = GroupLaw(graded(groups(300, 0.05), "judge"), 8192)
     plain = forecast(RULES, ENGINES, law, (2.0, 2.0))
     work = RULES.prompts_per_step * RULES.responses_per_prompt
     for seconds in (0.1, 1.0, 1e4):
-        slow = forecast(replace(RULES, reward_seconds={"judge": seconds}), ENGINES, law, (2.0, 2.0))
+        slow = forecast(graded_at(judge=seconds), ENGINES, law, (2.0, 2.0))
         assert slow.decode_seconds == plain.decode_seconds == pytest.approx(plain.rollout_seconds)
         assert slow.rollout_seconds >= max(plain.rollout_seconds, seconds * work)
     assert slow.rollout_seconds == pytest.approx(1e4 * work, rel=1e-3)
 
 
 def test_kinds_of_grader_work_side_by_side_each_on_its_own() -> None:
-    rules = replace(RULES, reward_seconds={"judge": 1e4, "math": 1e4})
+    rules = graded_at(judge=1e4, math=1e4)
     one = GroupLaw(graded(groups(300, 0.05), "judge"), 8192)
     two = GroupLaw(graded(groups(300, 0.05), "judge", "math"), 8192)
     alone, both = (forecast(rules, ENGINES, law, (2.0,)).rollout_seconds for law in (one, two))
@@ -125,7 +131,7 @@ def test_rounds_that_keep_more_of_a_slow_kind_take_longer() -> None:
         for _ in range(150)
         for kind, low, high in (("judge", 50, 300), ("math", 200, 2000))
     ]
-    rules = replace(RULES, reward_seconds={"judge": 10.0})
+    rules = graded_at(judge=10.0)
     law = GroupLaw(seen, 8192)
     short, long_ = (
         item.seconds(rules, ENGINE, law)[0] for item in level_rounds(rules, law, (2.0,))
@@ -135,7 +141,7 @@ def test_rounds_that_keep_more_of_a_slow_kind_take_longer() -> None:
 
 
 def test_where_rewards_decide_how_long_a_round_is_the_least_decoding_is_best() -> None:
-    slow = replace(RULES, reward_seconds={"judge": 1e6}, min_gain=-1.0)
+    slow = replace(graded_at(judge=1e6), min_gain=-1.0)
     seen = graded(groups(400, 0.03), "judge")
     choice = chosen(slow, seen, ())
     law = GroupLaw(seen, 8192)

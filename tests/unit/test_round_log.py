@@ -74,7 +74,7 @@ def test_the_arguments_come_back_as_they_were() -> None:
 
 
 def test_what_is_known_of_its_rewards_comes_back_and_need_not_be_there() -> None:
-    speed = RewardSpeed(RewardSums(3.0, 0.5), RewardSums(4.0, 0.75))
+    speed = RewardSpeed(RewardSums(3.0, 0.5), RewardSums(4.0, 0.75), {0: 3.0, 12: 1.0})
     rewards = RewardsSeen({DRAWS[0].id: "judge", DRAWS[1].id: "math"}, {"judge": speed})
     log = RoundLog(ARGUMENTS)
     assert read_round(log.lines).rewards == RewardsSeen()
