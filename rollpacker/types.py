@@ -257,6 +257,7 @@ class EngineStats:
     generated_token_count: int = 0
     context_tokens: int = 0  # of the model that it holds; 0: it holds none
     max_context_tokens: int = 0  # that its settings allow; 0: as many as the model
+    weight_kv_tokens: int = 0  # whose KV is as many bytes as the weights; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

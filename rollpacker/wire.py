@@ -285,6 +285,7 @@ def engine_stats_to_proto(stats: types.EngineStats) -> rollout_service_pb2.Engin
         generated_token_count=stats.generated_token_count,
         context_tokens=stats.context_tokens,
         max_context_tokens=stats.max_context_tokens,
+        weight_kv_tokens=stats.weight_kv_tokens,
     )
 
 
@@ -300,6 +301,7 @@ def engine_stats_from_proto(stats: rollout_service_pb2.EngineStats) -> types.Eng
         generated_token_count=stats.generated_token_count,
         context_tokens=stats.context_tokens,
         max_context_tokens=stats.max_context_tokens,
+        weight_kv_tokens=stats.weight_kv_tokens,
     )
 
 

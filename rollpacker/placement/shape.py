@@ -81,6 +81,16 @@ class ModelShape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.root_parameters
 
+    @property
+    def weight_kv_tokens(self) -> int:
+        """Tokens whose keys and values are as many numbers as the weights that a decode step reads.
+
+        All but the table of the input embedding, of which it reads a row for each response. With
+        experts all of them: the responses of a batch choose nearly each of them.
+        """
+        table = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return round((self.parameters - table) / (2 * self.layers * self.kv_size))
+
 
 def read_shape(directory: Path) -> ModelShape:
     """The shape of the model in a directory. Raises SettingsError."""
@@ -92,6 +102,14 @@ def read_shape(directory: Path) -> ModelShape:
     if not isinstance(values, dict):
         raise SettingsError([("model", f"{path} is not a JSON object")])
     return parse_shape(values)
+
+
+def weight_kv_tokens(directory: Path) -> int:
+    """Of the model in a directory; 0 where its shape is not known."""
+    try:
+        return read_shape(directory).weight_kv_tokens
+    except SettingsError:
+        return 0
 
 
 def parse_shape(values: Mapping[str, Any]) -> ModelShape:

@@ -147,6 +147,7 @@ class EngineMeter:
         """`prompt_tokens`: of a prompt, on average."""
         self.prompt_tokens = prompt_tokens
         self.sums = SpeedSums()
+        self.weight_kv_tokens = 0  # as the replicas tell it
         self._capacities: dict[str, int] = {}  # KV tokens, of every replica that joined
         self._replicas: dict[str, _Replica] = {}
         self._groups: dict[DrawId, _Group] = {}
@@ -172,6 +173,7 @@ class EngineMeter:
         match event:
             case ReplicaJoined(_, name, _, kv_budget_tokens):
                 self._capacities[name] = kv_budget_tokens
+                self.weight_kv_tokens = event.weight_kv_tokens or self.weight_kv_tokens
             case ResponseFinished():
                 self._ended(event)
             case ReplicaLost(_, name):

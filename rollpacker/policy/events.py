@@ -19,6 +19,7 @@ class ReplicaJoined:
     response_capacity: int  # responses at a time
     kv_budget_tokens: int = 0  # of all of them together; 0: not known, no limit
     others_follow: bool = False  # at once: nothing is launched before the last of them is there
+    weight_kv_tokens: int = 0  # so many KV tokens are as many bytes as its weights; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ def next_ladder(
     """
     sizes = present_sizes or (0,) * (len(present) + 1)
     measured = measured_engines(memory.engines, other_seconds)
-    engines = engines_to_be_had(rules, measured, sizes)
+    engines = engines_to_be_had(rules, measured, sizes, memory.engines.weight_kv_tokens)
     if not engines:
         count = memory.engines.equations
         reason = f"keeps {ladder_name(present)}: {count:.0f} ends of responses were timed"
@@ -211,7 +211,12 @@ def next_ladder(
         )
         for group in memory.groups.values()
     ]
-    choice = choose_ladder(known, engines, groups, present, sizes)
+    had = {size: engine for size, engine in engines.items() if size in {*measured, *sizes}}
+    choice = choose_ladder(known, had, groups, present, sizes)
+    if len(had) < len(engines):  # a size that was never had has to pay by itself
+        tried = choose_ladder(known, engines, groups, choice.factors, choice.sizes)
+        if (tried.factors, tried.sizes) != (choice.factors, choice.sizes):
+            choice = tried
     return choice if present_sizes else replace(choice, sizes=())
 
 

@@ -96,6 +96,11 @@ class ModelFacts:
         """In bfloat16."""
         return 2 * self.parameters
 
+    @property
+    def weight_kv_tokens(self) -> int:
+        """So many tokens of KV are as many bytes."""
+        return round(self.weight_bytes / self.kv_bytes_per_token)
+
 
 MODELS = {
     "7B": ModelFacts("7B", 7.6e9, 28, 57_344, 1, 16, 8192),

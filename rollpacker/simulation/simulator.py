@@ -61,6 +61,7 @@ class StepTrace:
     factors: tuple[float, ...]  # of the rules that it ran under
     tensor_parallel_size: int  # that they ask for; 0: the scenario's
     kv_capacity: int  # tokens of a replica
+    weight_kv_tokens: int  # of the model
     round: RoundTrace
 
 
@@ -177,6 +178,7 @@ class Simulator:
             factors=self.rules.speculation_factors,
             tensor_parallel_size=self.rules.tensor_parallel_size(planned.level),
             kv_capacity=replicas[0].speed.kv_capacity,
+            weight_kv_tokens=self.scenario.model.weight_kv_tokens,
             round=round_trace,
         )
 

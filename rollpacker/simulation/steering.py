@@ -90,7 +90,9 @@ def round_seen(step: StepTrace) -> RoundSeen:
             for (draw, lengths), age in zip(trace.emitted, step.ages, strict=True)
         ],
         trace.finish.deferred,
-        dataclasses.replace(engines, kv_capacity=step.kv_capacity),
+        dataclasses.replace(
+            engines, kv_capacity=step.kv_capacity, weight_kv_tokens=step.weight_kv_tokens
+        ),
         trace.meter.moved,
         trace.rewards,
     )

@@ -437,6 +437,7 @@ class EngineStats(_message.Message):
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHT_KV_TOKENS_FIELD_NUMBER: _builtins.int
     preemption_count: _builtins.int
     """Responses that lost their KV cache to others, since the engine started."""
     kv_cache_usage: _builtins.float
@@ -459,6 +460,10 @@ class EngineStats(_message.Message):
     """
     max_context_tokens: _builtins.int
     """Tokens of the longest sequence that its settings allow, whatever the model; 0: as the model does."""
+    weight_kv_tokens: _builtins.int
+    """Tokens whose keys and values are as many bytes as the weights that a decode step reads, of the
+    model which it holds; 0: not known, or it holds none.
+    """
     def __init__(
         self,
         *,
@@ -472,10 +477,11 @@ class EngineStats(_message.Message):
         generated_token_count: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         max_context_tokens: _builtins.int = ...,
+        weight_kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "generated_token_count", b"generated_token_count", "gpu_count", b"gpu_count", "kv_budget_tokens", b"kv_budget_tokens", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "preemption_count", b"preemption_count", "running_response_count", b"running_response_count", "slot_count", b"slot_count", "waiting_response_count", b"waiting_response_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "generated_token_count", b"generated_token_count", "gpu_count", b"gpu_count", "kv_budget_tokens", b"kv_budget_tokens", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "preemption_count", b"preemption_count", "running_response_count", b"running_response_count", "slot_count", b"slot_count", "waiting_response_count", b"waiting_response_count", "weight_kv_tokens", b"weight_kv_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

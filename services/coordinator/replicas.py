@@ -112,12 +112,7 @@ class ReplicaSet:
         self._released.add(replica_id)
         for name in self.serving():
             if name not in self._released:
-                limits = self._limits[name]
-                tell(
-                    ReplicaJoined(
-                        time.monotonic(), name, limits.slot_count, limits.kv_budget_tokens
-                    )
-                )
+                tell(self._joined(name, self._limits[name].slot_count))
         spec = dataclasses.replace(self._spec, resident=False)
         request = rollout_service_pb2.ApplyEngineSpecRequest(
             spec=wire.engine_spec_to_proto(spec), fence=self._fence
@@ -205,10 +200,19 @@ class ReplicaSet:
         names = [name for name in dict.fromkeys(self._joining) if name in self._serving]
         self._joining.clear()
         for name in names:
-            limits = self._limits[name]
-            capacity = min(max(1, limits.slot_count), self._fair_share())
-            joined = ReplicaJoined(time.monotonic(), name, capacity, limits.kv_budget_tokens)
+            capacity = min(max(1, self._limits[name].slot_count), self._fair_share())
+            joined = self._joined(name, capacity)
             tell(dataclasses.replace(joined, others_follow=name != names[-1]))
+
+    def _joined(self, replica_id: str, response_capacity: int) -> ReplicaJoined:
+        limits = self._limits[replica_id]
+        return ReplicaJoined(
+            time.monotonic(),
+            replica_id,
+            response_capacity,
+            limits.kv_budget_tokens,
+            weight_kv_tokens=limits.weight_kv_tokens,
+        )
 
     async def _preemptions(self, replica_id: str) -> int:
         stub = rollout_service_pb2_grpc.RolloutServiceStub(self.channel(replica_id))

@@ -43,6 +43,7 @@ from rollpacker.v1 import (
 )
 
 MAX_TOKENS = 40
+WEIGHT_KV_TOKENS = 1234
 
 
 def fake_length(seed: int, weight_version: int) -> int:
@@ -99,7 +100,9 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def GetEngine(self, request: Any, context: Any) -> Any:
         stats = rollout_service_pb2.EngineStats(
-            slot_count=self.slots, preemption_count=self.preemption_count
+            slot_count=self.slots,
+            preemption_count=self.preemption_count,
+            weight_kv_tokens=WEIGHT_KV_TOKENS,
         )
         return rollout_service_pb2.GetEngineResponse(
             spec=wire.engine_spec_to_proto(self.spec),

@@ -449,6 +449,7 @@ async def test_each_level_has_the_size_that_the_settings_give_it(cluster: Cluste
         log = Path(run.run_directory) / f"rounds/step_{step.step:06d}.jsonl"
         logged = read_round(log.read_text().splitlines())
         joined = [item.event for item in logged.handled if isinstance(item.event, ReplicaJoined)]
+        assert {event.weight_kv_tokens for event in joined} == {fakes.WEIGHT_KV_TOKENS}
         responses = len(logged.arguments.draws) * logged.arguments.plan.response_count
         if step.level:
             assert [event.response_capacity for event in joined] == [min(64, responses)]

@@ -20,6 +20,7 @@ from rollpacker.v1 import rollout_service_pb2 as pb
 from rollpacker.v1 import rollout_service_pb2_grpc, types_pb2
 from services.rollout.engine import EngineError
 from services.rollout.server import SERVICE_NAME, RolloutServicer, watch_engine
+from services.rollout.sglang_engine.served_model import read_tensors
 from services.rollout.torch_engine import TorchEngine
 from services.rollout.weights_location import WeightsSource
 from tests.tiny_models import CONTEXT, FOREVER, PROMPT, STOP, VOCABULARY, save_model
@@ -270,6 +271,16 @@ async def test_the_engine_reports_its_spec_and_kind(service):
     assert now.spec.weight_version == 1
     assert now.spec.memory_state == pb.MEMORY_STATE_RESIDENT
     assert now.stats.slot_count == 64
+
+
+async def test_the_engine_tells_how_many_kv_tokens_weigh_as_much_as_its_weights(service):
+    tensors = read_tensors([service.root / "v0" / "model.safetensors"])
+    numbers = sum(t.numel() for name, t in tensors.items() if "embed_tokens" not in name)
+    of_token = 2 * 2 * 2 * 8  # keys and values, layers, heads, numbers of a head
+    await service.apply()
+    assert (await service.engine_now()).stats.weight_kv_tokens == round(numbers / of_token) > 0
+    await service.apply(memory_state=pb.MEMORY_STATE_RELEASED)
+    assert (await service.engine_now()).stats.weight_kv_tokens == 0
 
 
 async def test_applying_the_spec_in_force_disturbs_nothing(service):

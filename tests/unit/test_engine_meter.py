@@ -127,3 +127,11 @@ def test_late_news_of_a_lost_replica_means_nothing() -> None:
         meter.handled(ResponseFinished(3.0, draw(number), 0, 10), [])
     assert meter.sums == SpeedSums()
     assert (meter.replicas, meter.kv_capacity) == (2, 300)
+
+
+def test_the_weights_are_those_of_the_replica_that_tells_them() -> None:
+    meter = EngineMeter(PROMPT)
+    assert meter.weight_kv_tokens == 0
+    meter.handled(ReplicaJoined(0.0, "a", 2, weight_kv_tokens=70), [])
+    meter.handled(ReplicaJoined(0.0, "older", 2), [])
+    assert meter.weight_kv_tokens == 70

@@ -85,6 +85,11 @@ def test_parameters_and_kv_bytes_are_those_of_the_published_models(
     assert memory.trainer_states(shape, 8).size == 2 * parameters  # 16 bytes over 8 shards
 
 
+def test_a_decode_step_reads_the_weights_without_the_input_table() -> None:
+    """14B: (14,770,033,664 - 152,064 x 5,120) numbers, of a token 98,304."""
+    assert FOURTEEN.weight_kv_tokens == 142_329
+
+
 def test_more_ranks_than_heads_of_keys_copy_a_head() -> None:
     assert memory.kv_bytes_per_token(SEVEN, 4) == memory.kv_bytes_per_token(SEVEN, 8) == 14_336
 

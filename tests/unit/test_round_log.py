@@ -20,8 +20,10 @@ from rollpacker.round_log import (
     RoundArguments,
     RoundLog,
     RoundLogError,
+    event_from_json,
     read_round,
     replayed,
+    to_json,
 )
 from rollpacker.types import Draw, DrawId, RoundKind
 from tests.unit.test_round import Engine, Lengths
@@ -111,6 +113,13 @@ def test_a_log_from_before_replacements_were_bounded_is_read() -> None:
     first = json.loads(RoundLog(ARGUMENTS).lines[0])
     del first["round"]["rules"]["max_replacements"]
     assert read_round([json.dumps(first)]).arguments == ARGUMENTS
+
+
+def test_an_event_from_before_weights_were_told_is_read() -> None:
+    event = ReplicaJoined(0.0, "a", 6)
+    values = to_json(event)
+    del values["weight_kv_tokens"]
+    assert event_from_json(values) == event
 
 
 def test_a_command_that_differs_is_found() -> None:

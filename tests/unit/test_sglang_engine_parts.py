@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollpacker import sampling
+from rollpacker.placement.shape import read_shape
 from rollpacker.types import FinishReason
 from services.rollout.engine import (
     EngineError,
@@ -37,6 +38,10 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> served_model.ModelDirectory:
     return served_model.read_directory(save_model(tmp_path_factory.mktemp("model")))
+
+
+def test_a_model_directory_knows_its_weights_in_kv_tokens(model):
+    assert model.weight_kv_tokens == read_shape(model.path).weight_kv_tokens > 0
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.9.post2", "0.4.99", "unknown", ""])

@@ -200,6 +200,7 @@ class SglangEngine:
             generated_token_count=self._counters.generated_tokens,
             context_tokens=self._context(self._model) if self._model else 0,
             max_context_tokens=max(0, self._options.max_context_tokens - RESERVED_TOKENS),
+            weight_kv_tokens=self._model.weight_kv_tokens if self._model else 0,
         )
 
     async def wait_failed(self) -> EngineError:

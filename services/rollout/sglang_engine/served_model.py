@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rollpacker.placement.shape import weight_kv_tokens
 from rollpacker.refit.adapter import has_adapter
 from services.rollout.engine import InvalidRequestError, WeightsNotFoundError
 
@@ -61,6 +62,7 @@ class ModelDirectory:
     path: Path
     config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
+    weight_kv_tokens: int  # whose KV is as many bytes as the weights; 0: not known
 
     @property
     def vocabulary(self) -> int:
@@ -100,7 +102,7 @@ def read_directory(path: Path) -> ModelDirectory:
             raise InvalidRequestError(
                 "weights_uri", f"{path}: {name} holds values that are not finite"
             )
-    return ModelDirectory(path, config, files)
+    return ModelDirectory(path, config, files, weight_kv_tokens(path))
 
 
 def show(model: ModelDirectory, place: Path) -> Path:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from rollpacker.placement.shape import weight_kv_tokens
 from rollpacker.types import EngineStats, FinishReason
 from services.rollout.engine import (
     EngineError,
@@ -57,6 +58,7 @@ class DecodeLoop:
         self._device, self._dtype = device, dtype
         self._holds = holds or (lambda _: None)
         self._runner: ModelRunner | None = None
+        self._weight_kv_tokens = 0  # of the weights that it holds
         self._arrivals = 0
         self._generated_tokens = 0
         self._responses: dict[str, ResponseState] = {}
@@ -89,12 +91,14 @@ class DecodeLoop:
             device=self._device,
             dtype=self._dtype,
         )
+        self._weight_kv_tokens = weight_kv_tokens(directory)
         self._holds(self._runner.weight_bytes)
 
     def release(self) -> None:
         """See `Engine.release`."""
         self._refuse_while_busy("release memory")
         self._runner = None
+        self._weight_kv_tokens = 0
         if self._device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -174,6 +178,7 @@ class DecodeLoop:
             generated_token_count=self._generated_tokens,
             context_tokens=self.limits[0],
             max_context_tokens=self._max_context,
+            weight_kv_tokens=self._weight_kv_tokens,
         )
 
     def _refuse_while_busy(self, what: str) -> None:
