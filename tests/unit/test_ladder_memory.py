@@ -205,6 +205,23 @@ def test_a_choice_waits_until_enough_ends_of_responses_were_timed() -> None:
     assert "2 ends of responses were timed" in choice.reason
 
 
+@pytest.mark.parametrize(("weight_kv_tokens", "size"), [(1, 1), (4000, 2)])
+def test_a_size_that_was_never_had_has_to_pay_by_itself(weight_kv_tokens: int, size: int) -> None:
+    """Another ladder is better by far; at size 2, of which next to nothing is hoped, by a little
+    more."""
+    speed = SpeedSums()
+    for number in range(80):
+        running, kv = 1.0 + number % 8, 100.0 * (1 + number * 5 % 11)
+        step = 0.02 + 1e-5 * running + 1e-6 * running * kv
+        speed = speed.add((10.0, 10.0 * running, 10.0 * running * kv), 10.0 * step)
+    engines = EnginesSeen(speed, 4, 0, 20.0, size=1, weight_kv_tokens=weight_kv_tokens)
+    memory = after([replace(each, engines=engines) for each in rounds(24, 1)])
+    rules = replace(RULES, largest_size=2)
+    choice = next_ladder(rules, memory, 24, [1.0], (1.25,), (1, 1))
+    assert choice.factors != (1.25,)
+    assert set(choice.sizes) == {size}
+
+
 def test_a_memory_of_the_layout_before_knows_the_speed_of_one_size() -> None:
     memory = after(rounds(6, 1))
     values = memory_to_json(memory)
