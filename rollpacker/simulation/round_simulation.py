@@ -7,7 +7,8 @@
 Progress is told when it can decide something, never token by token: a race in tokens can only turn
 once the P0-th key stands, so from then on the replicas watch for responses of so many tokens, and
 their groups are reported. Before groups are let go, their tokens are reported, so that what the
-round counts as generated is what the replicas decoded.
+round counts as generated is what the replicas decoded. While released GPUs train, all that runs is
+reported as groups complete: in a race in tokens, a complete one waits for those before it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rollpacker.policy.events import (
 )
 from rollpacker.policy.reward_meter import RewardsSeen
 from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
+from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
 from rollpacker.simulation.reward_model import RewardModel
 from rollpacker.simulation.schedule import PLAIN, Schedule
@@ -195,6 +196,7 @@ class RoundSimulation:
     def _replica_event(self, name: str) -> None:
         replica = self.replicas[name]
         self._dirty.add(name)
+        before = self._releases, self._complete
         for reached in replica.run_to_event():
             response = reached.response
             if name not in self._where.get(response.draw, ()):
@@ -206,6 +208,8 @@ class RoundSimulation:
         if self._schedule.rebalances:
             self._rebalance()
         self._release()
+        if self._releases and (self._releases, self._complete) != before:
+            self._report_for_order()
 
     def _response_finished(self, reached: Reached) -> None:
         response = reached.response
@@ -280,6 +284,13 @@ class RoundSimulation:
         launch = self._launches[draw]
         total = running + just_finished + launch.finished_tokens
         self._tell(ProgressReported(self.now, draw, longest, total, launch.carried_tokens))
+
+    def _report_for_order(self) -> None:
+        if self.rules.race is not RaceKind.TOKENS:
+            return
+        for draw in list(self._where):
+            if draw in self._where:  # a report before may have cost it the race
+                self._report(draw)
 
     def _plan_events(self) -> None:
         """Put the next event of each replica that changed into the queue."""

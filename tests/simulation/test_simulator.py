@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
+from rollpacker.policy.round import Round
+from rollpacker.policy.tail_batching import Backlog, RaceKind, TailBatchingRules, plan
 from rollpacker.simulation.calibration import completion_seconds
+from rollpacker.simulation.engine_model import ReplicaModel
+from rollpacker.simulation.engine_speed import engine_speed
 from rollpacker.simulation.parameters import MODELS, load_parameters
+from rollpacker.simulation.release import IdleRelease
+from rollpacker.simulation.round_simulation import Launchable, RoundSimulation
 from rollpacker.simulation.scenario import FRESH, FROZEN, MEASURED, Drift, Scenario, carried
-from rollpacker.simulation.schedule import SPREAD, Schedule
+from rollpacker.simulation.schedule import SPREAD, TRAINING_IDLE, Schedule
 from rollpacker.simulation.simulator import Simulator, StepTrace
 from rollpacker.simulation.workload import Workload, WorkloadRules
-from rollpacker.types import RoundKind
+from rollpacker.types import Draw, RoundKind
 
 PARAMETERS = load_parameters()
 MODEL = replace(MODELS["7B"], gpus=4)
@@ -167,6 +172,47 @@ def test_replicas_released_to_training_lose_no_response(share: float, spreads: b
     plain = run(scenario(MODES["two levels"]))[1]
     assert [step.trained for step in steps] == [step.trained for step in plain]
     assert all(s.trained_tokens == p.trained_tokens for s, p in zip(steps, plain, strict=True))
+
+
+class Arrivals:
+    """A trainer's side of a round: when each group came, by its tokens."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, float] = {}
+
+    def receive(self, at: float, tokens: int) -> None:
+        self.at[tokens] = at
+
+    def release(self, at: float, share: float) -> None:
+        """Whatever trains."""
+
+
+def test_a_group_goes_to_released_gpus_once_no_running_group_can_come_before_it() -> None:
+    """Three groups of one response, on a replica each; none can lose."""
+    three = TailBatchingRules(3, 1)
+    planned = plan(three, Backlog(0, (), 3))
+    assert planned is not None
+    draws = [Draw(0, name, (), first_step=0) for name in "abc"]
+    lengths = dict(zip("abc", (100, 2000, 4000), strict=True))
+    launchables = {draw.id: Launchable([lengths[draw.id.prompt_id]]) for draw in draws}
+    replicas = [ReplicaModel(name, engine_speed(PARAMETERS, MODEL)) for name in "xyz"]
+    arrivals = Arrivals()
+    RoundSimulation(
+        Round(three, planned, draws),
+        three,
+        planned,
+        draws,
+        launchables,
+        replicas,
+        None,
+        arrivals,
+        0.0,
+        1,
+        IdleRelease(),
+        TRAINING_IDLE,
+    ).run()
+    ends = sorted(replica.now for replica in replicas)
+    assert [arrivals.at[tokens] for tokens in (100, 2000, 4000)] == pytest.approx(ends)
 
 
 def test_a_size_for_each_level_changes_times_and_nothing_else() -> None:
