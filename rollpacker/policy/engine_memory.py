@@ -26,8 +26,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.engine_meter import EngineMeter, SpeedSums, decode_seconds
-from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules
+from rollpacker.policy.ladder_forecast import PlannerRules
 
 _MIN_EQUATIONS = 50  # before a speed counts as measured
 _UNLIMITED = 1 << 50  # KV tokens

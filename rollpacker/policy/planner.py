@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.ladder_forecast import EngineMeasure, Forecast, PlannerRules, forecast
+from rollpacker.policy.ladder_forecast import Forecast, PlannerRules, forecast
 
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
 # Forecasts of the same ladder differ by so much: it may be foretold to be off by the tolerance and

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.engine_memory import (
     EngineMemory,
     EnginesSeen,
@@ -19,7 +20,7 @@ from rollpacker.policy.engine_memory import (
     measured_engines,
 )
 from rollpacker.policy.engine_meter import SpeedSums
-from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules
+from rollpacker.policy.ladder_forecast import PlannerRules
 
 FADES = 0.5
 RULES = PlannerRules(8, 4, 4096, smallest_size=1, largest_size=8)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.ladder_forecast import EngineMeasure, PlannerRules, forecast, level_rounds
+from rollpacker.policy.ladder_forecast import PlannerRules, forecast, level_rounds
 from rollpacker.policy.planner import LadderChoice, choose_ladder
 from rollpacker.policy.response_drift import Unchanged
 from rollpacker.policy.reward_forecast import GraderMeasure
