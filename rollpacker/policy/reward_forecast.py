@@ -67,10 +67,11 @@ def scored_seconds(
     middle = sorted(places)[len(places) // 2]
     for kind, grader in graders.items():
         running = [sum(map(mul, kept, row)) for row in law.alive_by_grader.get(kind, ())]
-        for place, count in enumerate(running[:-1]):
-            behind = grader.seconds_per_response * count
-            work[place] = max(work[place], profile[place] + behind)
-        if running:
+        if grader.seconds_per_response:
+            for place, count in enumerate(running[:-1]):
+                behind = grader.seconds_per_response * count
+                work[place] = max(work[place], profile[place] + behind)
+        if running and grader.took:
             wait = max(wait, _last(grader, profile[: middle + 2], running))
     upto = list(accumulate(work, max))
     return [max(end + wait, upto[place]) for end, place in zip(ends, places, strict=True)]

@@ -75,3 +75,13 @@ def test_slower_graders_never_end_a_round_sooner(cost: float, times: float, grou
     ]
     assert all(fast <= slow + 1e-6 for fast, slow in pairwise(found))
     assert found[0] >= 0.01 * CAP - 1e-9
+
+
+def test_graders_of_which_nothing_is_known_are_not_waited_for() -> None:
+    """Nor where a point is behind a later one: there is room again, and what waited catches up."""
+    law = law_of([(20, CAP - 1)])
+    profile = [0.01 * tokens for tokens in law.grid]
+    profile[20] = 2.0 * profile[-1]
+    kept = [64 * item.mass for item in law.bins]
+    found = scored_seconds({"code": GraderMeasure()}, law, profile, kept, [profile[-1]], [39])
+    assert found == [profile[-1]]
