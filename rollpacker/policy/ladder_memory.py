@@ -294,8 +294,8 @@ def _graders(
     before: Mapping[str, SeenGrader], seen: Mapping[str, RewardSpeed]
 ) -> dict[str, SeenGrader]:
     """What a response costs while it is waited for, and how long it takes. Where a round shows that
-    it costs less, that counts from now on: graders that have become faster are not waited for any
-    more."""
+    it costs less than what counts as measured, that counts from now on: graders that have become
+    faster are not waited for any more."""
     found = {
         kind: SeenGrader(item.waited.faded(_FADES), {p: _FADES * n for p, n in item.took.items()})
         for kind, item in before.items()
@@ -304,7 +304,7 @@ def _graders(
         item = found.get(kind, SeenGrader())
         waited = item.waited.plus(speed.waited.responses, speed.waited.seconds)
         is_less = speed.busy.per_response < waited.per_response
-        if speed.busy.responses >= _MIN_ANSWERS and is_less:
+        if min(waited.responses, speed.busy.responses) >= _MIN_ANSWERS and is_less:
             waited = speed.busy
         parts = item.took.keys() | speed.took.keys()
         took = {p: item.took.get(p, 0.0) + speed.took.get(p, 0.0) for p in sorted(parts)}

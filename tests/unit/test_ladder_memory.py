@@ -70,6 +70,11 @@ def test_graders_that_have_become_faster_are_not_waited_for_as_before() -> None:
     )
 
 
+def test_a_round_that_shows_lower_costs_never_makes_unmeasured_ones_count() -> None:
+    few = remembered(LadderMemory(), graded(RewardSums(3.0, 30.0), RewardSums(3.0, 30.0)))
+    assert remembered(few, kept_up(0.5)).graders["judge"].measure.seconds_per_response == 0.0
+
+
 def kept_up(seconds: float) -> RoundSeen:
     """A round whose graders had room all the time; `seconds`: for each of 100 responses."""
     return graded(RewardSums(), RewardSums(100.0, 100.0 * seconds))
