@@ -40,8 +40,7 @@ from rollpacker.policy.events import (
     ReplicaLost,
     ResponseScored,
 )
-from rollpacker.policy.reward_meter import RewardMeter, RewardsSeen
-from rollpacker.policy.reward_queue import RewardQueue
+from rollpacker.policy.reward_meter import RewardsSeen
 from rollpacker.policy.round import Round
 from rollpacker.policy.scale_down import ScaleDown
 from rollpacker.rpc.errors import ServiceError
@@ -50,6 +49,7 @@ from services.coordinator.collected import prompt_group
 from services.coordinator.group_streams import GroupStreams
 from services.coordinator.replicas import ReplicaSet
 from services.coordinator.reward_client import RewardClient
+from services.coordinator.reward_queues import RewardQueues
 from services.coordinator.round_context import RoundContext
 from services.coordinator.round_result import RoundFailedError, RoundResult
 from services.coordinator.round_tasks import RoundTasks
@@ -93,8 +93,7 @@ class CommandRunner:
         self._context = context
         self._replicas = replicas
         self._rewards = rewards
-        self._reward_queues: dict[GraderKind, RewardQueue] = {}
-        self._reward_meter = RewardMeter()
+        self._reward_queues = RewardQueues(round_.responses_per_prompt, round_.has_lost)
         self._emit = emit
         self._on_progress = on_progress
         self._take_draws = take_draws
@@ -169,13 +168,9 @@ class CommandRunner:
             if isinstance(command, FinishRound):
                 return command
             await self._carry_out(command)
-        for kind, queue in self._reward_queues.items():
-            if queue.waiting or queue.under_way:
-                room = self._rewards.room(kind)
-                for due in queue.take(room, self._round.has_lost):
-                    self._tasks.spawn(self._score(due.draw, due.index))
-                asked = queue.under_way + queue.waiting
-                self._reward_meter.looked(event.at, kind.value, asked, room)
+        now, rewards = time.monotonic(), self._rewards  # an event may be handled late
+        for due in self._reward_queues.due(now, rewards.room, rewards.is_away):
+            self._tasks.spawn(self._score(due.draw, due.index))
         return None
 
     async def _rebalance(self) -> None:
@@ -236,9 +231,9 @@ class CommandRunner:
                 await self._streams.launch(draw, replica_id, indices)
             case AbortGroup(draw):
                 self._streams.abort(draw)
-                self._reward_queue(draw).let_go(draw)
+                self._reward_queues.let_go(self._grader_kind(draw), draw)
             case ScoreResponse(draw):
-                self._reward_queue(draw).put(command)
+                self._reward_queues.put(self._grader_kind(draw), command)
             case RequestDraws(count):
                 self._add_draws(count)
             case EmitGroup():
@@ -246,11 +241,8 @@ class CommandRunner:
                 await self._emit(group)
                 self._groups.append(group)
 
-    def _reward_queue(self, draw: DrawId) -> RewardQueue:
-        kind = self._context.prompts[draw].grader_kind
-        if kind not in self._reward_queues:
-            self._reward_queues[kind] = RewardQueue(self._round.responses_per_prompt)
-        return self._reward_queues[kind]
+    def _grader_kind(self, draw: DrawId) -> GraderKind:
+        return self._context.prompts[draw].grader_kind
 
     def _add_draws(self, count: int) -> None:
         draws = self._take_draws(count) if self._take_draws else []
@@ -265,7 +257,7 @@ class CommandRunner:
 
     def _rewards_seen(self) -> RewardsSeen:
         kinds = {draw: prompt.grader_kind.value for draw, prompt in self._context.prompts.items()}
-        return RewardsSeen(kinds, self._reward_meter.speeds)
+        return RewardsSeen(kinds, self._reward_queues.speeds)
 
     def _drafts_left(self, finish: FinishRound) -> dict[DrawId, tuple[Draft, ...]]:
         return {
@@ -288,10 +280,8 @@ class CommandRunner:
             self._tell(RoundFailedError(f"prompt {prompt.prompt_id} cannot be scored: {error}"))
             return
         collected.score = score
-        self._reward_queue(draw).answered()
-        self._reward_meter.answered(prompt.grader_kind.value)
-        if score.reward is not None:
-            self._reward_meter.took(prompt.grader_kind.value, score.work_seconds)
+        seconds = None if score.reward is None else score.work_seconds
+        self._reward_queues.answered(prompt.grader_kind, seconds)
         self._tell(ResponseScored(time.monotonic(), draw, index, score.reward))
 
 

@@ -58,6 +58,7 @@ class RewardClient:
         self._settings = settings
         self._run_id = run_id
         self._away: tuple[float, float] | None = None  # first and newest failure since an answer
+        self._unreachable: set[GraderKind] = set()  # until one is answered
 
     def room(self, kind: GraderKind) -> int:
         """Responses to a kind of prompt that may be with the services at once; 0: nobody knows what
@@ -66,6 +67,12 @@ class RewardClient:
             return self._settings.max_concurrent_responses
         slots = self._workers.reward_slots()
         return 0 if slots is None else max(1, _PER_SLOT * slots, _AT_ONCE.get(kind, 0))
+
+    def is_away(self, kind: GraderKind) -> bool:
+        """Whether no service could score a response to such a prompt now, as far as is known."""
+        return kind in self._unreachable or not self._workers.alive(
+            coordinator_service_pb2.WORKER_KIND_REWARD
+        )
 
     async def score(self, response_id: str, text: str, prompt: Prompt) -> Score:
         """Score one response. Raises InvalidArgumentError: the reference itself is unusable."""
@@ -86,7 +93,10 @@ class RewardClient:
             except InvalidArgumentError:
                 raise
             except (UnavailableError, ResourceExhaustedError) as error:
-                failures += error.reason == _WORKER_LOST  # the response may be what kills it
+                lost = error.reason == _WORKER_LOST  # the response may be what kills it
+                failures += lost
+                if isinstance(error, UnavailableError) and not lost:
+                    self._unreachable.add(prompt.grader_kind)
                 self._note_failure()
                 pause = error.retry_after_seconds or _BACKOFF_SECONDS
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
@@ -97,6 +107,7 @@ class RewardClient:
                 await asyncio.sleep(_BACKOFF_SECONDS * 2**failures)
             else:
                 self._away = None
+                self._unreachable.discard(prompt.grader_kind)
                 reward = answer.reward if answer.HasField("reward") else None
                 verdict = wire.verdict_from_proto(answer.verdict)
                 work_seconds = answer.elapsed.ToTimedelta().total_seconds()

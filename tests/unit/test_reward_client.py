@@ -18,7 +18,7 @@ class NobodyThere(WorkerRegistry):
     """Counts how often somebody is looked for."""
 
     def __init__(self) -> None:
-        super().__init__(lease_seconds=1.0, wait_seconds=0.0)
+        super().__init__(lease_seconds=60.0, wait_seconds=0.0)
         self.asked = 0
 
     async def least_busy(self, kind: pb.WorkerKind.ValueType) -> Worker:
@@ -50,3 +50,14 @@ async def test_an_absence_that_is_over_is_not_counted_on() -> None:
 def test_while_no_service_is_there_not_everything_is_sent() -> None:
     client = RewardClient(NobodyThere(), RewardSettings(), "r")
     assert client.room(GraderKind.CODE) == 1
+
+
+async def test_who_could_not_be_reached_is_away_until_the_next_answer() -> None:
+    workers = NobodyThere()
+    client = RewardClient(workers, RewardSettings(unavailable_seconds=0.01), "r")
+    assert client.is_away(GraderKind.CODE)  # nobody is registered
+    await workers.heartbeat("reward-0", "127.0.0.1:1", pb.WORKER_KIND_REWARD, None, 1)
+    assert not client.is_away(GraderKind.CODE)
+    await client.score("0", "two", PROMPT)
+    assert client.is_away(GraderKind.CODE)
+    assert not client.is_away(GraderKind.MATH)
