@@ -7,10 +7,10 @@ doubling or halving at a time; from its first round on it is known.
                               shrinks with the size   does not: communication only grows
 
 Weights are read as fast as KV, and what a KV token costs is measured: so the first part is
-`weight_kv_tokens` times that. The whole base can be no less. Nor is a running response hoped to
-cost less: its matrix products hide behind the reading of the weights, what is seen of it is host
-and communication. Where rounds do not show what KV costs, memory is not what limits them, and no
-size is tried. Where `weight_kv_tokens` is not known, a doubling is hoped to halve the whole step
+`weight_kv_tokens` times that, at most the whole base. A running response is not hoped to cost less:
+its matrix products hide behind the reading of the weights, what is seen of it is host and
+communication. Where rounds do not show what KV costs, memory is taken not to limit them, and
+no size is tried. Where `weight_kv_tokens` is not known, a doubling is hoped to halve the whole step
 and a halving to cost nothing.
 
 Once two sizes are known, a further one is not hoped to change a step by more than the step between
