@@ -43,7 +43,9 @@ class RoundArguments:
     plan: RoundPlan
     draws: tuple[Draw, ...]  # in the order of the race
     expected_tokens: Mapping[DrawId, int]
-    prompt_tokens: float = 0.0  # of a prompt, on average: for the planner, not for the round
+    # For the planner, not for the round:
+    prompt_tokens: float = 0.0  # of a prompt, on average
+    max_response_tokens: int = 0  # the cap; 0: not known, an older version's log
 
     def make(self) -> Round:
         """A new round."""
@@ -183,6 +185,7 @@ def _arguments_to_json(arguments: RoundArguments) -> dict[str, Any]:
         "draws": _plain(arguments.draws),
         "expected_tokens": expected,
         "prompt_tokens": arguments.prompt_tokens,
+        "max_response_tokens": arguments.max_response_tokens,
     }
 
 
@@ -194,6 +197,7 @@ def _arguments_from_json(values: Mapping[str, Any]) -> RoundArguments:
         _draws(values["draws"]),
         {DrawId(epoch, prompt): tokens for epoch, prompt, tokens in values["expected_tokens"]},
         values.get("prompt_tokens", 0.0),
+        values.get("max_response_tokens", 0),
     )
 
 

@@ -51,7 +51,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
             planner = PlannerRules(
                 rules.prompts_per_step,
                 rules.responses_per_prompt,
-                cap,
+                arguments.max_response_tokens or cap,
                 rules.max_deferral_age,
                 smallest_size=tail.get("tensor_parallel_size", 1),
                 largest_size=tail.get("max_tensor_parallel_size", 0),

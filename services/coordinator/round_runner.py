@@ -88,7 +88,9 @@ class RoundRunner:
             self._context.on_progress(RoundProgress.of_round(round_, planned, "rollout"))
 
         prompt_tokens = fmean(len(prompt.token_ids) for prompt in draws.prompts.values())
-        arguments = RoundArguments(self._rules, planned, tuple(launched), expected, prompt_tokens)
+        arguments = RoundArguments(
+            self._rules, planned, tuple(launched), expected, prompt_tokens, cap
+        )
         log = RoundLog(arguments)
         plans = self._settings.tail_batching.mode == "auto"
         meter = EngineMeter(prompt_tokens) if plans else None

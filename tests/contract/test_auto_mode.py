@@ -10,6 +10,7 @@ from typing import Any
 from rollpacker.simulation.recorded_run import replay_rows
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
+from tests.contract.test_run_control import ask, paused_at, update
 from tests.tiny_run import run_settings
 
 __all__ = ["cluster"]  # a fixture
@@ -40,10 +41,13 @@ def trained(schedule: list[Any]) -> list[Any]:
 async def test_choices_are_events_and_metrics_and_come_out_of_a_replay_again(
     cluster: Cluster,
 ) -> None:
+    """Though the cap is raised meanwhile."""
     for replica in cluster.rollouts:
         replica.slots, replica.token_seconds = 64, 0.001
     async with coordinator(cluster) as run:
-        await run.start(auto_settings(cluster.directory))
+        await paused_at(cluster, run, auto_settings(cluster.directory), 6)
+        await update(run, sampling={"max_response_tokens": 60})
+        await ask(run, "ResumeRun")
         await run.until_ended()
         schedule = await run.schedule()
         steps = await run.steps()
