@@ -168,8 +168,8 @@ class CommandRunner:
             if isinstance(command, FinishRound):
                 return command
             await self._carry_out(command)
-        now, rewards = time.monotonic(), self._rewards  # an event may be handled late
-        for due in self._reward_queues.due(now, rewards.room, rewards.is_away):
+        now = time.monotonic()  # an event may be handled late
+        for due in self._reward_queues.due(now, self._rewards):
             self._tasks.spawn(self._score(due.draw, due.index))
         return None
 

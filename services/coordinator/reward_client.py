@@ -63,10 +63,12 @@ class RewardClient:
     def room(self, kind: GraderKind) -> int:
         """Responses to a kind of prompt that may be with the services at once; 0: nobody knows what
         they can do."""
-        if self._settings.max_concurrent_responses:
-            return self._settings.max_concurrent_responses
-        slots = self._workers.reward_slots()
-        return 0 if slots is None else max(1, _PER_SLOT * slots, _AT_ONCE.get(kind, 0))
+        return self._settings.max_concurrent_responses or self._told(kind)
+
+    def works_on(self, kind: GraderKind) -> int:
+        """How many of these the services do not leave waiting; 0: nobody knows."""
+        known = (self._settings.max_concurrent_responses, self._told(kind))
+        return min((count for count in known if count), default=0)
 
     def is_away(self, kind: GraderKind) -> bool:
         """Whether no service could score a response to such a prompt now, as far as is known."""
@@ -129,6 +131,11 @@ class RewardClient:
         later need not wait as long once more."""
         since = min(asked_at, self._away[0]) if self._away else asked_at
         return time.monotonic() - since >= self._settings.unavailable_seconds
+
+    def _told(self, kind: GraderKind) -> int:
+        """Room by the slots that the services tell; 0: one does not."""
+        slots = self._workers.reward_slots()
+        return 0 if slots is None else max(1, _PER_SLOT * slots, _AT_ONCE.get(kind, 0))
 
     async def _attempt(
         self, request: reward_service_pb2.ScoreResponseRequest

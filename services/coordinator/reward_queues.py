@@ -10,11 +10,28 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from rollpacker.policy.commands import ScoreResponse
 from rollpacker.policy.reward_meter import RewardMeter, RewardSpeed
 from rollpacker.policy.reward_queue import RewardQueue
 from rollpacker.types import DrawId, GraderKind
+
+
+class Graders(Protocol):
+    """All reward services together."""
+
+    def room(self, kind: GraderKind) -> int:
+        """See `RewardQueue.take`."""
+        ...
+
+    def works_on(self, kind: GraderKind) -> int:
+        """Responses that are worked on, or on their way, at once; 0: nobody knows."""
+        ...
+
+    def is_away(self, kind: GraderKind) -> bool:
+        """Whether none could answer now."""
+        ...
 
 
 class RewardQueues:
@@ -46,19 +63,13 @@ class RewardQueues:
         if seconds is not None:
             self._meter.took(kind.value, seconds)
 
-    def due(
-        self, now: float, room: Callable[[GraderKind], int], is_away: Callable[[GraderKind], bool]
-    ) -> list[ScoreResponse]:
-        """What to send at `now`, monotonic; to be asked after each event.
-
-        `room`: see `RewardQueue.take`. `is_away`: whether no service could answer now.
-        """
+    def due(self, now: float, graders: Graders) -> list[ScoreResponse]:
+        """What to send at `now`, monotonic; to be asked after each event."""
         found: list[ScoreResponse] = []
         for kind, queue in self._queues.items():
-            fits = room(kind)
-            found += queue.take(fits, self._has_lost)
-            asked = 0 if is_away(kind) else queue.under_way + queue.waiting
-            self._meter.looked(now, kind.value, asked, fits)
+            found += queue.take(graders.room(kind), self._has_lost)
+            asked = 0 if graders.is_away(kind) else queue.under_way + queue.waiting
+            self._meter.looked(now, kind.value, asked, graders.works_on(kind))
         return found
 
     def _queue(self, kind: GraderKind) -> RewardQueue:

@@ -259,8 +259,12 @@ async def test_reward_services_are_sent_about_twice_what_they_grade_at_once(
             await call(lambda request=request: c.stub.Heartbeat(request))
             assert rewards.room(GraderKind.CODE) == room
             assert rewards.room(GraderKind.MATH) == at_once  # most is graded without a slot
+            assert rewards.works_on(GraderKind.CODE) == room
+            lavish = RewardClient(c.workers, RewardSettings(max_concurrent_responses=900), "r")
+            assert lavish.room(GraderKind.CODE) == 900
+            assert lavish.works_on(GraderKind.CODE) == (room or 900)
         limited = RewardClient(c.workers, RewardSettings(max_concurrent_responses=7), "r")
-        assert limited.room(GraderKind.MATH) == 7
+        assert limited.room(GraderKind.MATH) == limited.works_on(GraderKind.MATH) == 7
         request.reward_slot_count = -1
         with pytest.raises(InvalidArgumentError, match="reward_slot_count"):
             await call(lambda: c.stub.Heartbeat(request))

@@ -14,17 +14,26 @@ CODE, MATH = GraderKind.CODE, GraderKind.MATH
 
 
 class Graders:
-    """Queues at a time that tests move; each kind has room for one response."""
+    """Queues at a time that tests move; each kind works on one response."""
 
     def __init__(self) -> None:
         self.queues = RewardQueues(1, lambda draw: False)
         self.now = 0.0
-        self.away = False
+        self.away, self.limit = False, 1
 
     def event(self, seconds: float) -> list[ScoreResponse]:
         """So much later something happens."""
         self.now += seconds
-        return self.queues.due(self.now, lambda kind: 1, lambda kind: self.away)
+        return self.queues.due(self.now, self)
+
+    def room(self, kind: GraderKind) -> int:
+        return self.limit
+
+    def works_on(self, kind: GraderKind) -> int:
+        return 1
+
+    def is_away(self, kind: GraderKind) -> bool:
+        return self.away
 
     def finished(self, name: str, kind: GraderKind = CODE) -> None:
         self.queues.put(kind, ScoreResponse(DrawId(0, name), 0))
@@ -58,6 +67,18 @@ def test_time_in_which_no_service_could_answer_does_not_count() -> None:
     graders.queues.answered(CODE, 2.0)
     graders.event(2.0)
     assert graders.queues.speeds["code"].waited == RewardSums(1.0, 3.0)
+
+
+def test_graders_that_are_sent_more_than_they_work_on_are_waited_for() -> None:
+    graders = Graders()
+    graders.limit = 900
+    for name in "abc":
+        graders.finished(name)
+    assert len(graders.event(0.0)) == 3
+    for _ in range(3):
+        graders.queues.answered(CODE, 2.0)
+        graders.event(2.0)
+    assert graders.queues.speeds["code"].waited == RewardSums(2.0, 4.0)
 
 
 def test_each_kind_has_a_queue_of_its_own() -> None:
