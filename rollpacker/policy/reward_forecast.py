@@ -22,7 +22,7 @@ from operator import mul
 from rollpacker.policy.group_law import GroupLaw
 
 _EVEN_CHANCE = math.log(2.0)  # expected number of later ones, when half a chance of none is left
-_HALVINGS = 12
+_HALVINGS = 10
 _PARTS = 4.0  # of an octave
 
 
@@ -37,16 +37,30 @@ class GraderMeasure:
 
     seconds_per_response: float = 0.0  # while it is what is waited for; 0: it never was
     took: Mapping[int, float] = field(default_factory=dict)  # responses by part of an octave
+    _beyond: tuple[float, ...] = field(init=False, repr=False)  # share in this part or a longer one
+
+    def __post_init__(self) -> None:
+        counts = [self.took.get(part, 0.0) for part in range(max(self.took, default=-1) + 1)]
+        beyond = list(accumulate(reversed(counts)))[::-1]
+        total = beyond[0] if beyond else 0.0
+        shares = tuple(count / total for count in beyond) if total else ()
+        object.__setattr__(self, "_beyond", shares)
+
+    @property
+    def longest(self) -> float:
+        """Seconds that no response takes longer than; 0 while none is known."""
+        return math.exp2(len(self._beyond) / _PARTS) / 1000.0 if self._beyond else 0.0
 
     def longer(self, seconds: float) -> float:
         """The share of responses that take longer."""
         if seconds <= 0.0:
             return 1.0
         at = _PARTS * math.log2(max(1.0, 1000.0 * seconds))
-        beyond = sum(
-            count * min(1.0, max(0.0, part + 1.0 - at)) for part, count in self.took.items()
-        )
-        return beyond / sum(self.took.values()) if self.took else 0.0
+        part = int(at)
+        if part >= len(self._beyond):
+            return 0.0
+        after = self._beyond[part + 1] if part + 1 < len(self._beyond) else 0.0
+        return after + (part + 1.0 - at) * (self._beyond[part] - after)
 
 
 def scored_seconds(
@@ -82,7 +96,7 @@ def _last(grader: GraderMeasure, times: Sequence[float], running: Sequence[float
     asked = [
         (times[-1] - at, before - after)
         for at, (before, after) in zip(times[1:], pairwise(running), strict=False)
-        if before > after
+        if before > after and times[-1] - at < grader.longest
     ]
 
     def later(seconds: float) -> float:
@@ -90,7 +104,7 @@ def _last(grader: GraderMeasure, times: Sequence[float], running: Sequence[float
 
     if later(1e-3) <= _EVEN_CHANCE:
         return 0.0
-    low, high = 0.0, math.exp2(max(grader.took) / _PARTS + 1.0) / 1000.0
+    low, high = 0.0, grader.longest
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
         low, high = (middle, high) if later(middle) > _EVEN_CHANCE else (low, middle)
