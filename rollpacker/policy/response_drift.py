@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 _MIN_COMPARED = 30.0  # responses, for a point of the table
@@ -62,8 +63,12 @@ def unchanged(seen: PairsSeen) -> Unchanged:
     def by_token(updates: float, tokens: float) -> float:
         return math.exp(-rate * updates * tokens)
 
-    def by_response(updates: float, tokens: float) -> float:  # noqa: ARG001
+    @cache
+    def share(updates: float) -> float:
         return between(points, math.log1p(updates))
+
+    def by_response(updates: float, tokens: float) -> float:  # noqa: ARG001
+        return share(updates)
 
     if len(points) > 1 and _likelihood(pairs, by_response) > _likelihood(pairs, by_token):
         return by_response

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -80,7 +81,7 @@ def scored_seconds(
     wait = 0.0
     middle = sorted(places)[len(places) // 2]
     for kind, grader in graders.items():
-        running = [sum(map(mul, kept, row)) for row in law.alive_by_grader.get(kind, ())]
+        running = _running(law, kind, tuple(kept))
         if grader.seconds_per_response:
             for place, count in enumerate(running[:-1]):
                 behind = grader.seconds_per_response * count
@@ -89,6 +90,12 @@ def scored_seconds(
             wait = max(wait, _last(grader, profile[: middle + 2], running))
     upto = list(accumulate(work, max))
     return [max(end + wait, upto[place]) for end, place in zip(ends, places, strict=True)]
+
+
+@lru_cache(maxsize=512)  # the same at any size of the engines
+def _running(law: GroupLaw, kind: str, kept: tuple[float, ...]) -> list[float]:
+    """Responses of a kind behind each point of the grid, and those that meet the cap."""
+    return [sum(map(mul, kept, row)) for row in law.alive_by_grader.get(kind, ())]
 
 
 def _last(grader: GraderMeasure, times: Sequence[float], running: Sequence[float]) -> float:

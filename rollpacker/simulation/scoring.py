@@ -44,6 +44,7 @@ class Scoring:
     queues: dict[str, RewardQueue]  # by task; empty: there are none
     meter: RewardMeter = field(default_factory=RewardMeter)
     under_way: Counter[str] = field(default_factory=Counter)  # by task
+    has_news: bool = False  # a score was answered since commands were handled
 
     @classmethod
     def of_round(
@@ -64,6 +65,9 @@ class Scoring:
         self, now: float, commands: Sequence[Command], has_lost: Callable[[DrawId], bool]
     ) -> list[ResponseScored]:
         """The scores that these commands begin."""
+        if not commands and not self.has_news:
+            return []
+        self.has_news = False
         asked = [command for command in commands if isinstance(command, ScoreResponse)]
         if self.queues:
             for command in commands:
@@ -89,6 +93,7 @@ class Scoring:
         """A score is known: there is room for another response."""
         task = self.draws[event.draw].task
         self.under_way[task] -= 1
+        self.has_news = True
         self.meter.answered(task)
         if self.queues:
             self._queue(event.draw).answered()
