@@ -27,8 +27,8 @@ _FACTORS = (1.25, 1.5, 1.75, 2.0)
 # this share of it, so that one at the edge is not left and taken again all the time.
 _SLACK = 0.15
 _EQUAL = 1e-3  # ladders whose tokens per second differ by less: where rewards decide the times
-# Of a single level: as many rounds fill its long round, and nothing is left waiting, so draws stay
-# young.
+# Of a single level: so many rounds fill its long round, and hardly anything is left waiting: draws
+# stay young.
 _ALONE = tuple(1.0 + 1.0 / rounds for rounds in (3, 5, 6, 7, 8))
 
 
