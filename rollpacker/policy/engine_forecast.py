@@ -94,7 +94,7 @@ def _fullest(count: int) -> tuple[float, ...]:
     return tuple(NormalDist().inv_cdf(((n + 0.5) / 8) ** (1.0 / count)) for n in range(8))
 
 
-def between(points: Sequence[float], values: Sequence[float], at: float) -> float:
+def interpolated(points: Sequence[float], values: Sequence[float], at: float) -> float:
     """Read between points, linearly."""
     place = min(max(bisect.bisect_right(points, at) - 1, 0), len(points) - 2)
     width = points[place + 1] - points[place]

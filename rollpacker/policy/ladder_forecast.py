@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 from statistics import NormalDist, fmean, median
 
-from rollpacker.policy.engine_forecast import EngineMeasure, Pool, between, decode_profile
+from rollpacker.policy.engine_forecast import EngineMeasure, Pool, decode_profile, interpolated
 from rollpacker.policy.group_law import GroupLaw
 from rollpacker.policy.ladder_ages import Ages, level_ages, level_changes
 from rollpacker.policy.response_drift import Unchanged
@@ -98,7 +98,7 @@ class LevelRound:
         """Until its rewards are known, on average; of these, while tokens are decoded."""
         groups = self.factor * rules.prompts_per_step / engine.replicas
         profile = decode_profile(engine, law, groups, self.pool, self.start)
-        decoding = [between(law.grid, profile, end) for end in self.ends]
+        decoding = [interpolated(law.grid, profile, end) for end in self.ends]
         launched = self.factor * rules.prompts_per_step
         kept = [launched * mass for mass in _race(self.pool, 1.0 / self.factor)[0]]
         places = [bisect.bisect_left(law.grid, end) - 1 for end in self.ends]

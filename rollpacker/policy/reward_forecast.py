@@ -7,8 +7,8 @@ Two things keep it waiting, each by kind of grader:
     last   of those that are asked for near the end, some take long by themselves: the last one is
            there when half a chance is left that none takes longer
 
-Responses that were cut off at the cap hold nothing that takes long (`reward_model` says so of
-programs), so they count as work only.
+Responses that were cut off at the cap hold nothing that takes long (no whole program, no answer):
+they count as work only.
 """
 
 from __future__ import annotations
