@@ -2,7 +2,7 @@
 
     Round --events--> EngineMeter --> EngineMemory --+
     trained and deferred groups ---------------------+--> LadderMemory (part of the run's state)
-                                                               |  every few steps
+                                                               |  behind each long round
     seconds of the last steps ---------------------------------+--> `next_ladder` --> LadderChoice
 
 The live coordinator and the simulator both come here: what they plan with is the same. Everything
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -39,11 +39,10 @@ from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
 from rollpacker.policy.reward_forecast import GraderMeasure
 from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
-from rollpacker.types import DeferredDraw, DrawId
+from rollpacker.types import DeferredDraw, DrawId, RoundKind
 
-STEPS_SEEN = 8  # whose seconds count for what no ladder changes
-_EARLY_STEPS = 32  # little is known, and a choice is made often
-_EVERY_STEPS, _LATER_EVERY = 4, 8  # between two choices
+STEPS_SEEN = 16  # the last ones, by which a choice falls due, and what no ladder changes is known
+_EVERY_STEPS = 4  # between two choices where no round is the end of anything
 _GROUPS = 4000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0
@@ -169,9 +168,17 @@ def other_seconds(metrics: Mapping[str, float]) -> float:
     return metrics["timing_s/step"] - metrics["timing_s/rollout"] - waited
 
 
-def is_due(step: int) -> bool:
-    """Whether the ladder is chosen anew before this step."""
-    return step > 0 and step % (_EVERY_STEPS if step <= _EARLY_STEPS else _LATER_EVERY) == 0
+def is_due(step: int, factors: Sequence[float], kinds: Collection[RoundKind]) -> bool:
+    """Whether the ladder is chosen anew before this step: behind each long round, when least waits.
+
+    A change in between finds draws on levels that are others then. `factors`: of the ladder that
+    is in force; `kinds`: of the last `STEPS_SEEN` rounds, newest first.
+    """
+    if factors and RoundKind.LONG in kinds:
+        return next(iter(kinds)) is RoundKind.LONG
+    if factors and len(kinds) < STEPS_SEEN:
+        return False
+    return step > 0 and step % _EVERY_STEPS == 0
 
 
 def next_ladder(

@@ -21,10 +21,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollpacker.policy.advantages import GROUP_RELATIVE, AdvantageRules
-from rollpacker.types import Draw, DrawId, RoundKind
+from rollpacker.types import DeferredDraw, Draw, DrawId, RoundKind
 
 
 class RaceKind(enum.Enum):
@@ -116,6 +116,28 @@ class RoundPlan:
     keep: int  # groups that the step trains
     response_count: int  # responses launched per draw
     protected: frozenset[DrawId] = frozenset()  # overdue: they cannot lose the race
+
+
+def queue_on(
+    levels: int, queue: Sequence[DeferredDraw], levels_before: int
+) -> tuple[DeferredDraw, ...]:
+    """The long-prompt queue by level, on a ladder of so many, that was on one of `levels_before`.
+
+    What waited for a long round still does: raced once more, it would lose again, or decide when
+    its round ends. If a draw moves, the oldest of a level come first.
+    """
+    found = [
+        levels if item.draw.level >= levels_before else min(item.draw.level, levels)
+        for item in queue
+    ]
+    items = list(queue)
+    if found != [item.draw.level for item in queue]:
+        items = [
+            replace(item, draw=replace(item.draw, level=level))
+            for item, level in zip(queue, found, strict=True)
+        ]
+        items.sort(key=lambda item: item.draw.first_step)
+    return tuple(sorted(items, key=lambda item: item.draw.level))  # stable
 
 
 def new_prompt_budget(

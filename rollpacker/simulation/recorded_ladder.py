@@ -10,6 +10,7 @@ A ladder that people changed by hand counts as one.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
     tail = run["settings"]["tail_batching"]
     metrics = _metrics(directory / "metrics.jsonl")
     memory, before = LadderMemory(), rounds[0].arguments.rules
+    newest: deque[LoggedRound] = deque(maxlen=STEPS_SEEN)
     choices = differences = 0
     for logged in rounds:
         arguments = logged.arguments
         rules, step = arguments.rules, arguments.plan.step
-        if is_due(step):
+        kinds = [seen.arguments.plan.kind for seen in newest]
+        if is_due(step, before.speculation_factors, kinds):
             planner = PlannerRules(
                 rules.prompts_per_step,
                 rules.responses_per_prompt,
@@ -80,6 +83,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 "same": same,
             }
         before = rules
+        newest.appendleft(logged)
         memory = remembered(memory, round_seen(logged, metrics[step]))
     yield {"figure": "ladders", "choices": choices, "differences": differences}
 

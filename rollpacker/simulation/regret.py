@@ -111,7 +111,7 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(40960, 0.65, 1.0, "code", 79),
         RegretScenario(40960, 0.85, 1.0, MIX, 80),
     ),
-    "fresh": (
+    "held_out_5": (
         RegretScenario(9216, 0.45, 1.0, "code", 91),
         RegretScenario(9216, 0.7, 1.0, MIX, 92),
         RegretScenario(14336, 0.35, 1.0, "math", 93),
@@ -122,6 +122,18 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
         RegretScenario(28672, 0.7, 1.0, MIX, 98),
         RegretScenario(57344, 0.45, 1.0, MIX, 99),
         RegretScenario(57344, 0.65, 1.0, "math", 100),
+    ),
+    "fresh": (
+        RegretScenario(11264, 0.4, 1.0, MIX, 111),
+        RegretScenario(11264, 0.6, 1.0, "code", 112),
+        RegretScenario(11264, 0.9, 1.0, MIX, 113),
+        RegretScenario(22528, 0.3, 1.0, "code", 114),
+        RegretScenario(22528, 0.5, 1.0, MIX, 115),
+        RegretScenario(22528, 0.8, 1.0, "math", 116),
+        RegretScenario(45056, 0.4, 1.0, MIX, 117),
+        RegretScenario(45056, 0.6, 1.0, "code", 118),
+        RegretScenario(65536, 0.35, 1.0, "math", 119),
+        RegretScenario(65536, 0.7, 1.0, MIX, 120),
     ),
     "growing": (RegretScenario(16384, 0.6, 2.0), RegretScenario(32768, 0.3, 2.0)),
 }

@@ -11,14 +11,13 @@ What never happens: a draw is trained twice, or left out; a time is taken from a
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.round import Round
-from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan
+from rollpacker.policy.tail_batching import Backlog, RoundPlan, TailBatchingRules, plan, queue_on
 from rollpacker.simulation.bubbles import BubbleDraft, begin
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
@@ -130,8 +129,8 @@ class Simulator:
         waits = not wanted.levels and bool(self._queue)
         self._wanted = wanted
         if not waits:
+            self._queue = queue_on(wanted.levels, self._queue, self.rules.levels)
             self.rules = wanted
-            self._queue = self._within_levels(self._queue)
         return waits
 
     def _step(self, planned: RoundPlan) -> StepTrace:
@@ -296,18 +295,8 @@ class Simulator:
     def _keep_queue(self, planned: RoundPlan, finish: FinishRound) -> None:
         taken = {draw.id for draw in planned.queued}
         queue = [item for item in self._queue if item.draw.id not in taken]
-        self._queue = self._within_levels((*queue, *finish.deferred))
-
-    def _within_levels(self, queue: Sequence[DeferredDraw]) -> tuple[DeferredDraw, ...]:
-        """By level; a ladder that has become lower takes the draws of its lost levels down."""
-        top = max(1, self.rules.levels)
-        lowered = [
-            dataclasses.replace(item, draw=dataclasses.replace(item.draw, level=top))
-            if item.draw.level > top
-            else item
-            for item in queue
-        ]
-        return tuple(sorted(lowered, key=lambda item: item.draw.level))
+        queue += finish.deferred
+        self._queue = tuple(sorted(queue, key=lambda item: item.draw.level))  # stable
 
     def speed_at(self, level: int) -> EngineSpeed:
         """Of a replica in the rounds of a level."""

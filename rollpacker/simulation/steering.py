@@ -40,9 +40,10 @@ class PlannedSteering:
         """The rules from this step on; None: nothing is decided."""
         if done:
             self.memory = remembered(self.memory, round_seen(done[-1]))
-        if not is_due(step):
+        newest = done[: -STEPS_SEEN - 1 : -1]
+        if not is_due(step, present.speculation_factors, [s.kind for s in newest]):
             return None
-        others = [s.step_seconds - s.scored_seconds for s in done[-STEPS_SEEN:]]
+        others = [s.step_seconds - s.scored_seconds for s in newest]
         choice = next_ladder(
             self._rules,
             self.memory,

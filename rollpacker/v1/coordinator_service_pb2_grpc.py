@@ -232,7 +232,8 @@ class CoordinatorServiceServicer:
         sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
         unavailable_seconds; validation.interval; max_steps.
         They hold from the next round on; a round that has begun ends as it began. Draws above a
-        lowered level move down to it. A change of temperature or max_response_tokens would change what
+        lowered level move down to it; those that wait on the last level, for a round that none loses,
+        move to the new last one. A change of temperature or max_response_tokens would change what
         the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
         with: they are trained first, in rounds without new prompts, and then the change holds. The
         normaliser `response_cap` stays at the cap that the run was started with.

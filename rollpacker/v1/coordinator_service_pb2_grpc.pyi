@@ -78,7 +78,8 @@ class CoordinatorServiceStub:
     sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
     unavailable_seconds; validation.interval; max_steps.
     They hold from the next round on; a round that has begun ends as it began. Draws above a
-    lowered level move down to it. A change of temperature or max_response_tokens would change what
+    lowered level move down to it; those that wait on the last level, for a round that none loses,
+    move to the new last one. A change of temperature or max_response_tokens would change what
     the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
     with: they are trained first, in rounds without new prompts, and then the change holds. The
     normaliser `response_cap` stays at the cap that the run was started with.
@@ -250,7 +251,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
     unavailable_seconds; validation.interval; max_steps.
     They hold from the next round on; a round that has begun ends as it began. Draws above a
-    lowered level move down to it. A change of temperature or max_response_tokens would change what
+    lowered level move down to it; those that wait on the last level, for a round that none loses,
+    move to the new last one. A change of temperature or max_response_tokens would change what
     the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
     with: they are trained first, in rounds without new prompts, and then the change holds. The
     normaliser `response_cap` stays at the cap that the run was started with.
@@ -461,7 +463,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         sampling.temperature, max_response_tokens; reward.attempts, timeout_seconds,
         unavailable_seconds; validation.interval; max_steps.
         They hold from the next round on; a round that has begun ends as it began. Draws above a
-        lowered level move down to it. A change of temperature or max_response_tokens would change what
+        lowered level move down to it; those that wait on the last level, for a round that none loses,
+        move to the new last one. A change of temperature or max_response_tokens would change what
         the seeds of deferred draws mean, so these draws keep the parameters that they were first drawn
         with: they are trained first, in rounds without new prompts, and then the change holds. The
         normaliser `response_cap` stays at the cap that the run was started with.

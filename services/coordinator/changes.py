@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rollpacker.policy.tail_batching import queue_on
 from rollpacker.settings import RunSettings, SettingsError, merge_settings, parse_run_settings
 from rollpacker.store.records import DroppedDraw, RunState
 from rollpacker.types import DeferredDraw, Draw, DrawId
@@ -173,7 +174,12 @@ def _settled(state: RunState) -> RunState:
     if state.waiting_settings and not state.deferred:
         updated = merge_settings(state.updated_settings, state.waiting_settings)
         state = replace(state, updated_settings=updated, waiting_settings={})
-    return _within_levels(replace(state, long_round=state.long_round and bool(state.deferred)))
+    levels = _levels(state)
+    return replace(
+        state,
+        long_round=state.long_round and bool(state.deferred),
+        deferred=queue_on(levels, state.deferred, levels),
+    )
 
 
 def _changed(state: RunState, change: Change, ahead: Collection[DrawId]) -> RunState:
@@ -196,13 +202,20 @@ def _updated(state: RunState, values: Mapping[str, Any]) -> RunState:
         waiting += [name for name in names if name in _LADDER]
     at_once = [name for name in names if name not in waiting]
     still = [name for name in _names(state.waiting_settings) if name not in at_once]
-    return replace(
+    updated = replace(
         state,
         updated_settings=merge_settings(state.updated_settings, _picked(values, at_once)),
         waiting_settings=merge_settings(
             _picked(state.waiting_settings, still), _picked(values, waiting)
         ),
     )
+    queue = queue_on(_levels(updated), state.deferred, _levels(state))
+    return replace(updated, deferred=queue)
+
+
+def _levels(state: RunState) -> int:
+    """Of the ladder that is in force."""
+    return settings_in_force(state).tail_batching.resolved_levels
 
 
 def _dropped(
@@ -228,19 +241,6 @@ def _requeued(state: RunState, draws: Sequence[DrawId], level: int) -> RunState:
     rest = [item for item in state.deferred if item.draw.id not in draws]
     dropped = tuple(item for item in state.dropped if item.item.draw.id not in draws)
     return replace(state, deferred=_by_level([*moved, *rest]), dropped=dropped)
-
-
-def _within_levels(state: RunState) -> RunState:
-    """Draws above the last level move down to it, among its own by age."""
-    levels = settings_in_force(state).tail_batching.resolved_levels
-    if all(item.draw.level <= levels for item in state.deferred):
-        return state
-    moved = [
-        replace(item, draw=replace(item.draw, level=min(item.draw.level, levels)))
-        for item in state.deferred
-    ]
-    oldest_first = sorted(moved, key=lambda item: item.draw.first_step)
-    return replace(state, deferred=_by_level(oldest_first))
 
 
 def _by_level(items: Iterable[DeferredDraw]) -> tuple[DeferredDraw, ...]:

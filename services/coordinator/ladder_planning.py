@@ -34,15 +34,18 @@ async def chosen_ladder(
     store: RunStore, state: RunState, settings: RunSettings
 ) -> ChosenLadder | None:
     """The ladder from this step on, where mode auto is due to choose."""
-    if settings.tail_batching.mode != "auto" or not is_due(state.step):
+    if settings.tail_batching.mode != "auto":
         return None
+    factors = settings.tail_batching.resolved_speculation_factors
     records = await store.records_before(state.step, STEPS_SEEN)
+    if not is_due(state.step, factors, [record.round_kind for record in records]):
+        return None
     choice = next_ladder(
         planner_rules(settings),
         memory_from_json(state.ladder_memory),
         state.step,
         [other_seconds(record.metrics) for record in records],
-        settings.tail_batching.resolved_speculation_factors,
+        factors,
         settings.tail_batching.resolved_tensor_parallel_sizes,
     )
     return ChosenLadder(state.step, choice.factors, choice.reason, choice.sizes)

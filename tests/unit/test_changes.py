@@ -171,6 +171,8 @@ def test_a_planned_ladder_is_in_force_at_once_and_none_waits_for_the_end_of_the_
     state = with_ladder(state_with([1, 2, 2]), [1.25])
     assert settings_in_force(state).tail_batching.resolved_speculation_factors == (1.25,)
     assert [item.draw.level for item in state.deferred] == [1, 1, 1]
+    higher = with_ladder(with_ladder(state_with([1, 2, 2]), [1.5, 1.75]), [2.0, 2.0, 2.0])
+    assert [item.draw.level for item in higher.deferred] == [1, 3, 3]  # next: a long round
     waiting = with_ladder(state, [])
     assert settings_in_force(waiting).tail_batching.resolved_levels == 1
     drained = settled(dataclasses.replace(waiting, deferred=()), [])

@@ -25,9 +25,10 @@ from rollpacker.policy.ladder_memory import (
     remembered,
 )
 from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
-from rollpacker.types import DeferredDraw, Draw, DrawId
+from rollpacker.types import DeferredDraw, Draw, DrawId, RoundKind
 
 P0, R0, CAP = 8, 4, 4096
+SHORT, LONG, DRAIN = RoundKind.SHORT, RoundKind.LONG, RoundKind.DRAIN
 RULES = PlannerRules(P0, R0, CAP)
 SPEED = SpeedSums().add((100.0, 100.0, 1000.0), 1.0).add((100.0, 800.0, 8000.0), 2.0)
 
@@ -255,6 +256,13 @@ def test_a_policy_that_says_nothing_any_more_keeps_its_run_going() -> None:
     assert len(next_ladder(RULES, memory, 24, [1.0], (1.5,)).factors) <= 3
 
 
-def test_a_ladder_is_chosen_every_few_steps_and_less_often_once_much_is_known() -> None:
-    due = [step for step in range(57) if is_due(step)]
-    assert due == [4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56]
+def test_a_ladder_is_chosen_behind_each_long_round() -> None:
+    kinds = [SHORT, SHORT, LONG, SHORT, SHORT, LONG, DRAIN]
+    due = [step for step in range(8) if is_due(step, (1.5,), kinds[:step][::-1])]
+    assert due == [3, 6]
+
+
+def test_without_long_rounds_or_with_nothing_else_it_is_chosen_every_few_steps() -> None:
+    climbing = [step for step in range(24) if is_due(step, (1.25, 1.25), [SHORT] * min(step, 16))]
+    assert climbing == [16, 20]
+    assert [step for step in range(9) if is_due(step, (), [LONG] * step)] == [4, 8]

@@ -21,8 +21,9 @@ from rollpacker.policy.tail_batching import (
     TailBatchingRules,
     new_prompt_budget,
     plan,
+    queue_on,
 )
-from rollpacker.types import Draw, DrawId, RoundKind
+from rollpacker.types import DeferredDraw, Draw, DrawId, RoundKind
 
 PAPER = TailBatchingRules(8, 4, (1.25,), 1.25, RaceKind.ARRIVAL, keeps_seeds=False)
 EXACT = TailBatchingRules(8, 4, (1.75, 2.0))
@@ -203,6 +204,33 @@ def test_an_overdue_draw_makes_the_next_round_its_own_and_is_protected() -> None
     assert [draw.prompt_id for draw in chosen.queued] == ["old", "young"]
     assert chosen.new_prompts == 1
     assert chosen.protected == {DrawId(0, "old")}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_a_new_ladder_keeps_every_draw_and_what_waited_for_a_long_round_still_does(
+    drawn: list[tuple[int, int]], before: int, levels: int
+) -> None:
+    queue = [
+        DeferredDraw(Draw(0, str(number), (7,), min(level, before), first), (3,), (False,))
+        for number, (level, first) in enumerate(drawn)
+    ]
+    queue.sort(key=lambda item: item.draw.level)
+    moved = queue_on(levels, queue, before)
+    old = {item.draw.id: item.draw.level for item in queue}
+    assert {item.draw.id for item in moved} == set(old)
+    for item in moved:
+        was = old[item.draw.id]
+        assert item.draw.level == (levels if was == before else min(was, levels))
+    assert [item.draw.level for item in moved] == sorted(item.draw.level for item in moved)
+    if levels == before:
+        assert list(moved) == queue
+    else:
+        ages = [(item.draw.level, item.draw.first_step) for item in moved]
+        assert ages == sorted(ages) or {item.draw.id: item.draw.level for item in moved} == old
 
 
 def test_max_steps_limits_new_prompts_so_that_the_queue_can_drain() -> None:
