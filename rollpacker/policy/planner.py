@@ -5,9 +5,9 @@ had, is the one with the most trained tokens per second among those whose oldest
 `max_deferral_age` and whose trained mean length stays within `length_tolerance` of the uncensored
 one (`ladder_forecast` says what to expect of each, doubt included). Where rewards decide how long
 rounds are, many ladders are equal, and of these it is the one that decodes least. A change must
-pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed itself,
-which for the present one means by a little more than the tolerance. While the tail is a guess, only
-that is a reason: a guess is too short, so it errs towards deferring less.
+pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed itself;
+the others have to be a little inside the tolerance. While the tail is a guess, only that is a
+reason: a guess is too short, so it errs towards deferring less.
 
 What never happens: a choice from anything but the arguments; a factor outside (1, 2].
 """
@@ -23,9 +23,9 @@ from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 from rollpacker.policy.ladder_forecast import Forecast, PlannerRules, forecast
 
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
-# Forecasts of the same ladder differ by so much: it may be foretold to be off by the tolerance and
-# this share of it, so that one at the edge is not left and taken again all the time.
-_SLACK = 0.15
+# Forecasts of the same ladder differ by so much: it is taken if it is foretold to be inside the
+# tolerance by this share of it, so that one at the edge is not taken and left all the time.
+_MARGIN = 0.15
 _EQUAL = 1e-3  # ladders whose tokens per second differ by less: where rewards decide the times
 # Of a single level: so many rounds fill its long round, and hardly anything is left waiting: draws
 # stay young.
@@ -59,7 +59,7 @@ def choose_ladder(
     law = GroupLaw(groups, rules.max_response_tokens)
     now = forecast(rules, engines, law, present, sizes=present_sizes)
     is_guess = law.stand_in > rules.max_stand_in and law.keys[-1] < rules.max_response_tokens
-    stays = _allowed(rules, now, 1.0 + _SLACK)
+    stays = _allowed(rules, now)
     if is_guess and stays:
         return LadderChoice(
             present,
@@ -68,7 +68,7 @@ def choose_ladder(
             f" {law.stand_in:.0f}, so the tail is a guess",
         )
     others = [forecast(rules, engines, law, factors) for factors in _candidates(rules)]
-    allowed = [other for other in others if _allowed(rules, other)]
+    allowed = [other for other in others if _allowed(rules, other, _MARGIN)]
     most = max(item.tokens_per_second for item in allowed)
     equal = (item for item in allowed if item.tokens_per_second >= (1.0 - _EQUAL) * most)
     best = min(equal, key=lambda item: item.decode_seconds)
@@ -102,10 +102,10 @@ def _gain(now: Forecast, best: Forecast) -> float:
     return saved / now.rollout_seconds
 
 
-def _allowed(rules: PlannerRules, item: Forecast, slack: float = 1.0) -> bool:
+def _allowed(rules: PlannerRules, item: Forecast, margin: float = 0.0) -> bool:
     return (
         item.max_age <= rules.max_deferral_age
-        and abs(item.length_ratio - 1.0) <= slack * rules.length_tolerance
+        and abs(item.length_ratio - 1.0) <= (1.0 - margin) * rules.length_tolerance
     )
 
 

@@ -108,7 +108,7 @@ def _calibrate(options: argparse.Namespace, parameters: Parameters) -> int:
 
 def _regret(options: argparse.Namespace, parameters: Parameters) -> int:
     rows = []
-    for row in regret_rows(parameters, options.steps, SETS[options.set]):
+    for row in regret_rows(parameters, options.steps, SETS[options.set], options.seeds):
         rows.append(row)
         _row(options, row)
     _row(options, summary_row(rows))
@@ -183,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
     regret.add_argument("--steps", type=int, default=160)
     regret.add_argument("--set", choices=tuple(SETS), default="known", help="of scenarios")
+    regret.add_argument("--seeds", type=int, default=1, help="lengths drawn so many times")
     sizes = _command(commands, "sizes", _sizes, "a tensor-parallel size for each level")
     sizes.add_argument("--steps", type=int, default=32)
     speed = _command(commands, "speed", _speed, "seconds that simulations take, by size")

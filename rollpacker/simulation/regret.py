@@ -6,7 +6,8 @@ single setting is the fixed ladder with the lowest mean over scenarios of the sa
 are frozen and nothing is carried over, so that only the schedule counts.
 
 A run of 40 steps has 5 to 8 long rounds, and which ladder was best is partly luck: take 160 steps,
-where two seeds of a scenario differ less than planners do.
+and more than one seed. At 160 steps the best of ten ladders on one seed owes its place to luck
+still: a round that goes to the cap for a few groups, or does not, is 3 % of the run at 32k.
 
 The planner was worked on with the `known` and the `held_out` scenarios in view; the
 `fresh` ones, with other caps and seeds, were looked at once, behind all that was tried. In the
@@ -16,8 +17,12 @@ The planner was worked on with the `known` and the `held_out` scenarios in view;
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -139,42 +144,70 @@ SETS: dict[str, tuple[RegretScenario, ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One scenario on the lengths of one seed: mean seconds of a round, its rewards included."""
+
+    auto: float
+    fixed: dict[str, float]
+    ladders: list[list[Any]]  # of `auto`
+
+
 def regret_rows(
-    parameters: Parameters, steps: int, scenarios: Sequence[RegretScenario]
+    parameters: Parameters, steps: int, scenarios: Sequence[RegretScenario], seeds: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """One row per scenario: seconds of each fixed ladder, of the planner, and its regret."""
-    for scenario in scenarios:
-        rules = WorkloadRules(
-            scenario.cap,
-            scenario.rho,
-            parameters["never_stop_share"],
-            scenario.task,
-            scenario.seed,
-            length_growth=scenario.length_growth,
-        )
-        workload = Workload(rules, steps * OVERLAP.prompts_per_step)
-        fixed = {
-            _name(factors): _seconds(
-                _steps(parameters, factors, workload, rules, steps, planned=False)
-            )
-            for factors in FIXED
-        }
-        done = _steps(parameters, AUTO_START, workload, rules, steps, planned=True)
-        auto = _seconds(done)
-        best = min(fixed, key=fixed.__getitem__)
-        yield {
-            **dataclasses.asdict(scenario),
-            "auto": round(auto, 2),
-            "best": best,
-            "regret": round(auto / fixed[best] - 1.0, 4),
-            "fixed": {name: round(seconds, 2) for name, seconds in fixed.items()},
-            "ladders": _ladders(done),
-        }
+    """One row per scenario: seconds of each fixed ladder, of the planner, and its regret.
+
+    Of more seeds the means; `regrets` are those of each seed against its own best ladder.
+    """
+    drawn = [
+        dataclasses.replace(scenario, seed=scenario.seed + 1000 * number)
+        for scenario in scenarios
+        for number in range(seeds)
+    ]
+    with ProcessPoolExecutor(min(len(drawn), os.cpu_count() or 1)) as pool:
+        all_played = pool.map(partial(_played, parameters, steps), drawn)
+        for scenario in scenarios:
+            yield _row(scenario, list(islice(all_played, seeds)))
+
+
+def _row(scenario: RegretScenario, played: Sequence[_Played]) -> dict[str, Any]:
+    auto = fmean(one.auto for one in played)
+    fixed = {name: fmean(one.fixed[name] for one in played) for name in played[0].fixed}
+    best = min(fixed, key=fixed.__getitem__)
+    return {
+        **dataclasses.asdict(scenario),
+        "auto": round(auto, 2),
+        "best": best,
+        "regret": round(auto / fixed[best] - 1.0, 4),
+        "regrets": [round(one.auto / min(one.fixed.values()) - 1.0, 4) for one in played],
+        "fixed": {name: round(seconds, 2) for name, seconds in fixed.items()},
+        "ladders": played[0].ladders,
+    }
+
+
+def _played(parameters: Parameters, steps: int, scenario: RegretScenario) -> _Played:
+    rules = WorkloadRules(
+        scenario.cap,
+        scenario.rho,
+        parameters["never_stop_share"],
+        scenario.task,
+        scenario.seed,
+        length_growth=scenario.length_growth,
+    )
+    workload = Workload(rules, steps * OVERLAP.prompts_per_step)
+    fixed = {
+        _name(factors): _seconds(_steps(parameters, factors, workload, rules, steps, planned=False))
+        for factors in FIXED
+    }
+    done = _steps(parameters, AUTO_START, workload, rules, steps, planned=True)
+    return _Played(_seconds(done), fixed, _ladders(done))
 
 
 def summary_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all scenarios: the planner's regret, and the best single setting's."""
     regrets = [row["regret"] for row in rows]
+    of_seeds = [regret for row in rows for regret in row["regrets"]]
     mean_of = {
         name: fmean(row["fixed"][name] / row["fixed"][row["best"]] - 1.0 for row in rows)
         for name in rows[0]["fixed"]
@@ -183,7 +216,9 @@ def summary_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "scenarios": len(rows),
         "share_within_3_percent": round(fmean(regret <= 0.03 for regret in regrets), 3),
+        "share_of_seeds_within_3_percent": round(fmean(regret <= 0.03 for regret in of_seeds), 3),
         "largest_regret": max(regrets),
+        "largest_of_a_seed": max(of_seeds),
         "mean_regret": round(fmean(regrets), 4),
         "best_single_setting": single,
         "its_mean_regret": round(mean_of[single], 4),

@@ -151,16 +151,22 @@ def test_where_rewards_decide_how_long_a_round_is_the_least_decoding_is_best() -
         assert best <= forecast(slow, ENGINES, law, factors).decode_seconds
 
 
-@pytest.mark.parametrize(("tolerance", "stays"), [(1.0, True), (0.9, True), (0.8, False)])
-def test_a_ladder_at_the_edge_of_the_tolerance_is_not_left_for_the_noise_of_a_forecast(
-    tolerance: float, stays: bool
+@pytest.mark.parametrize(
+    ("tolerance", "stays", "comes"), [(1.2, True, True), (1.1, True, False), (0.9, False, False)]
+)
+def test_a_ladder_at_the_edge_of_the_tolerance_is_neither_left_nor_taken(
+    tolerance: float, stays: bool, comes: bool
 ) -> None:
     drifting = replace(RULES, unchanged=lambda updates, tokens: 0.5, min_gain=0.2)
     seen = groups(400, 0.03)
-    loss = 1.0 - forecast(drifting, ENGINES, GroupLaw(seen, 8192), (1.25,)).length_ratio
+    law = GroupLaw(seen, 8192)
+    loss = 1.0 - forecast(drifting, ENGINES, law, (1.25,)).length_ratio
     assert loss > 0.0
-    choice = chosen(replace(drifting, length_tolerance=tolerance * loss), seen, (1.25,))
-    assert (choice.factors == (1.25,)) is stays
+    edge = replace(drifting, length_tolerance=tolerance * loss)
+    assert (chosen(edge, seen, (1.25,)).factors == (1.25,)) is stays
+    other = chosen(replace(edge, min_gain=-1.0), seen, ())
+    found = forecast(drifting, ENGINES, law, other.factors).length_ratio
+    assert (abs(1.0 - found) > 0.9 * loss) is comes
 
 
 def test_a_full_kv_cache_makes_long_rounds_slower() -> None:
