@@ -30,7 +30,7 @@ from rollpacker.policy.ladder_memory import (
     other_seconds,
     remembered,
 )
-from rollpacker.round_log import LoggedRound
+from rollpacker.round_log import LoggedRound, RoundArguments
 from rollpacker.types import DrawId
 
 
@@ -40,8 +40,6 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
     run = json.loads(run_file.read_text()) if run_file.exists() else {}
     if run.get("mode") != "auto":
         return
-    cap = run["settings"]["sampling"]["max_response_tokens"]
-    tail = run["settings"]["tail_batching"]
     metrics = _metrics(directory / "metrics.jsonl")
     memory, before = LadderMemory(), rounds[0].arguments.rules
     newest: deque[LoggedRound] = deque(maxlen=STEPS_SEEN)
@@ -51,14 +49,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
         rules, step = arguments.rules, arguments.plan.step
         kinds = [seen.arguments.plan.kind for seen in newest]
         if is_due(step, before.speculation_factors, kinds):
-            planner = PlannerRules(
-                rules.prompts_per_step,
-                rules.responses_per_prompt,
-                arguments.max_response_tokens or cap,
-                rules.max_deferral_age,
-                smallest_size=tail.get("tensor_parallel_size", 1),
-                largest_size=tail.get("max_tensor_parallel_size", 0),
-            )
+            planner = _planner_rules(arguments, run["settings"])
             others = [other_seconds(metrics[s]) for s in range(max(0, step - STEPS_SEEN), step)]
             choice = next_ladder(
                 planner,
@@ -86,6 +77,19 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
         newest.appendleft(logged)
         memory = remembered(memory, round_seen(logged, metrics[step]))
     yield {"figure": "ladders", "choices": choices, "differences": differences}
+
+
+def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> PlannerRules:
+    """As they were for a round; `settings`: those that the run began with."""
+    rules, tail = arguments.rules, settings["tail_batching"]
+    return PlannerRules(
+        rules.prompts_per_step,
+        rules.responses_per_prompt,
+        arguments.max_response_tokens or settings["sampling"]["max_response_tokens"],
+        rules.max_deferral_age,
+        smallest_size=tail.get("tensor_parallel_size", 1),
+        largest_size=tail.get("max_tensor_parallel_size", 0),
+    )
 
 
 def round_seen(logged: LoggedRound, metrics: Mapping[str, float]) -> RoundSeen:

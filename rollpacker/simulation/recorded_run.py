@@ -27,7 +27,8 @@ from rollpacker.round_log import LoggedRound, RoundLogError, read_round, replaye
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed
 from rollpacker.simulation.recorded_ladder import ladder_rows
-from rollpacker.simulation.round_simulation import Launchable, RoundSimulation
+from rollpacker.simulation.round_simulation import RoundSimulation
+from rollpacker.simulation.round_trace import Launchable
 from rollpacker.types import DrawId
 
 Floats = NDArray[np.float64]

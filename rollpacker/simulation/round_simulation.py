@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from rollpacker.policy.commands import (
@@ -40,6 +40,7 @@ from rollpacker.policy.round import Round
 from rollpacker.policy.tail_batching import RaceKind, RoundPlan, TailBatchingRules
 from rollpacker.simulation.engine_model import Reached, ReplicaModel, RunningResponse
 from rollpacker.simulation.reward_model import RewardModel
+from rollpacker.simulation.round_trace import Launchable, RoundTrace
 from rollpacker.simulation.schedule import PLAIN, Schedule
 from rollpacker.simulation.scoring import Scoring
 from rollpacker.types import Draw, DrawId
@@ -49,22 +50,6 @@ _SAME_TIME_DIGITS = 6  # of seconds: what happens within a microsecond is simult
 
 class SimulationError(RuntimeError):
     """The models and the round wait for each other: a bug of one of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launchable:
-    """What the models know of a draw and the policy does not."""
-
-    lengths: Sequence[int]  # tokens at which each response ends
-    carried: Sequence[int] = ()  # draft tokens that the engine accepts, of the first responses
-    task: str = "math"
-    prompt: int = 0  # number of the prompt, for the anchors of time limits
-    prompt_tokens: int = 200
-    cap: int = 0  # tokens at which a response is cut off; 0: never
-
-    def to_score(self, index: int) -> tuple[int, str, bool]:
-        """A response as the reward model takes it: (prompt, task, whether it was cut off)."""
-        return self.prompt, self.task, 0 < self.cap <= self.lengths[index]
 
 
 class GroupSink(Protocol):
@@ -78,22 +63,6 @@ class GroupSink(Protocol):
 
 
 ReleaseRule = Callable[["RoundSimulation"], Sequence[str]]  # the replicas to release now
-
-
-@dataclass(slots=True)
-class RoundTrace:
-    """What happened in a round; times in seconds on the virtual clock."""
-
-    start: float
-    end: float = 0.0  # FinishRound: all that is kept has been emitted
-    finish: FinishRound | None = None
-    trained_tokens: int = 0
-    emitted: list[tuple[DrawId, tuple[int, ...]]] = field(default_factory=list)  # with lengths
-    spans: list[tuple[float, float]] = field(default_factory=list)  # of each replica's work
-    commands: int = 0
-    carried_tokens: dict[DrawId, int] = field(default_factory=dict)  # of finished responses
-    meter: EngineMeter | None = None  # of the engines' speed, where somebody wants it
-    rewards: RewardsSeen = field(default_factory=RewardsSeen)
 
 
 @dataclass(slots=True)

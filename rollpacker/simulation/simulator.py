@@ -24,11 +24,8 @@ from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
 from rollpacker.simulation.parameters import Parameters
 from rollpacker.simulation.release import release_rule
 from rollpacker.simulation.reward_model import RewardModel
-from rollpacker.simulation.round_simulation import (
-    Launchable,
-    RoundSimulation,
-    RoundTrace,
-)
+from rollpacker.simulation.round_simulation import RoundSimulation
+from rollpacker.simulation.round_trace import Launchable, RoundTrace
 from rollpacker.simulation.scenario import FRESH, Scenario
 from rollpacker.simulation.schedule import Launched
 from rollpacker.simulation.trainer_model import TrainerModel

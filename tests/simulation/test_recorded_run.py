@@ -24,7 +24,8 @@ from rollpacker.simulation.recorded_run import (
     recorded_rounds,
     replay_rows,
 )
-from rollpacker.simulation.round_simulation import Launchable, RoundSimulation
+from rollpacker.simulation.round_simulation import RoundSimulation
+from rollpacker.simulation.round_trace import Launchable
 from rollpacker.types import Draw, RoundKind
 
 SPEED = EngineSpeed(2e-3, 1e-4, 0.0, 0.0, 1 << 40)

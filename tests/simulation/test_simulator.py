@@ -17,7 +17,8 @@ from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import engine_speed
 from rollpacker.simulation.parameters import MODELS, load_parameters
 from rollpacker.simulation.release import IdleRelease
-from rollpacker.simulation.round_simulation import Launchable, RoundSimulation
+from rollpacker.simulation.round_simulation import RoundSimulation
+from rollpacker.simulation.round_trace import Launchable
 from rollpacker.simulation.scenario import FRESH, FROZEN, MEASURED, Drift, Scenario, carried
 from rollpacker.simulation.schedule import SPREAD, TRAINING_IDLE, Schedule
 from rollpacker.simulation.simulator import Simulator, StepTrace
