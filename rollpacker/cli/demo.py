@@ -28,6 +28,7 @@ from rollpacker.v1 import coordinator_service_pb2 as pb
 
 DEMO = "demo"
 SYNCHRONOUS = "demo-synchronous"
+_REPOSITORY = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 300.0  # the stack restarts a coordinator that died; the stack knows its limit
 
 
@@ -105,7 +106,7 @@ def engine_settings(engine: Engine) -> dict[str, object]:
     """Settings of the rollout replicas that choose the engine. Raises CommandError."""
     if engine is Engine.TORCH:
         return {}
-    python = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+    python = _REPOSITORY / ".venv-sglang" / "bin" / "python"
     if not python.is_file():
         raise CommandError(
             f"{python} is missing; `make sglang` in a checkout of the repository installs SGLang",
@@ -116,10 +117,16 @@ def engine_settings(engine: Engine) -> dict[str, object]:
 
 def run_file(model: Model) -> Path:
     """The run file that the repository has for a model. Raises CommandError."""
-    path = Path(__file__).parents[2] / "demo" / model.value / "run.yaml"
+    path = _REPOSITORY / "demo" / model.value / "run.yaml"
     if not path.is_file():
         raise CommandError(
             f"{path} is missing; the demo needs a checkout of the repository, or --config",
+            WRONG_INPUT,
+        )
+    fetched = _REPOSITORY / ".local" / model.value / "model"
+    if model is Model.SMOLLM2 and not fetched.is_dir():
+        raise CommandError(
+            f"--model {model}: {fetched} is missing; `make demo MODEL={model}` fetches it once",
             WRONG_INPUT,
         )
     return path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rollpacker.cli import demo
@@ -42,6 +44,19 @@ def test_the_synchronous_run_differs_in_its_schedule_alone() -> None:
 )
 def test_both_runs_are_made_unless_one_is_named(only: str, runs: list[str]) -> None:
     assert demo.wanted_runs(only) == runs
+
+
+def test_a_model_that_was_not_fetched_is_refused_with_what_fetches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_REPOSITORY", tmp_path)
+    run_file = tmp_path / "demo" / "smollm2" / "run.yaml"
+    run_file.parent.mkdir(parents=True)
+    run_file.touch()
+    with pytest.raises(CommandError, match=r"model is missing; `make demo MODEL=smollm2`"):
+        demo.run_file(demo.Model.SMOLLM2)
+    (tmp_path / ".local" / "smollm2" / "model").mkdir(parents=True)
+    assert demo.run_file(demo.Model.SMOLLM2) == run_file
 
 
 def test_an_unknown_run_is_refused_by_name() -> None:
