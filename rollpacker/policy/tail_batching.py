@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -124,20 +125,27 @@ def queue_on(
     """The long-prompt queue by level, on a ladder of so many, that was on one of `levels_before`.
 
     What waited for a long round still does: raced once more, it would lose again, or decide when
-    its round ends. If a draw moves, the oldest of a level come first.
+    its round ends. Where levels come together the oldest are first, else the order stays.
     """
-    found = [
-        levels if item.draw.level >= levels_before else min(item.draw.level, levels)
+    moved = [
+        replace(item, draw=replace(item.draw, level=_level_on(levels, item.draw, levels_before)))
         for item in queue
     ]
-    items = list(queue)
-    if found != [item.draw.level for item in queue]:
-        items = [
-            replace(item, draw=replace(item.draw, level=level))
-            for item, level in zip(queue, found, strict=True)
-        ]
-        items.sort(key=lambda item: item.draw.first_step)
-    return tuple(sorted(items, key=lambda item: item.draw.level))  # stable
+    ways = {(old.draw.level, new.draw.level) for old, new in zip(queue, moved, strict=True)}
+    ends = Counter(level for _, level in ways)
+    return tuple(
+        sorted(
+            moved,
+            key=lambda item: (
+                item.draw.level,
+                item.draw.first_step if ends[item.draw.level] > 1 else 0,
+            ),
+        )
+    )
+
+
+def _level_on(levels: int, draw: Draw, levels_before: int) -> int:
+    return levels if draw.level >= levels_before else min(draw.level, levels)
 
 
 def new_prompt_budget(
