@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -168,14 +168,14 @@ def other_seconds(metrics: Mapping[str, float]) -> float:
     return metrics["timing_s/step"] - metrics["timing_s/rollout"] - waited
 
 
-def is_due(step: int, factors: Sequence[float], kinds: Collection[RoundKind]) -> bool:
+def is_due(step: int, factors: Sequence[float], kinds: Sequence[RoundKind]) -> bool:
     """Whether the ladder is chosen anew before this step: behind each long round, when least waits.
 
     A change in between finds draws on levels that are others then. `factors`: of the ladder that
     is in force; `kinds`: of the last `STEPS_SEEN` rounds, newest first.
     """
     if factors and RoundKind.LONG in kinds:
-        return next(iter(kinds)) is RoundKind.LONG
+        return kinds[0] is RoundKind.LONG
     if factors and len(kinds) < STEPS_SEEN:
         return False
     return step > 0 and step % _EVERY_STEPS == 0

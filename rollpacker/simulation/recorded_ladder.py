@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rollpacker.policy.ladder_memory import (
     other_seconds,
     remembered,
 )
+from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.round_log import LoggedRound, RoundArguments
 from rollpacker.types import DrawId
 
@@ -43,11 +45,15 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
     metrics = _metrics(directory / "metrics.jsonl")
     memory, before = LadderMemory(), rounds[0].arguments.rules
     newest: deque[LoggedRound] = deque(maxlen=STEPS_SEEN)
+    queue: set[DrawId] = set()
+    waiting: TailBatchingRules | None = None  # without a level: from the end of the queue on
     choices = differences = 0
     for logged in rounds:
         arguments = logged.arguments
         rules, step = arguments.rules, arguments.plan.step
-        kinds = [seen.arguments.plan.kind for seen in newest]
+        if waiting is not None and not queue:
+            before, waiting = waiting, None
+        kinds = [round_.arguments.plan.kind for round_ in newest]
         if is_due(step, before.speculation_factors, kinds):
             planner = _planner_rules(arguments, run["settings"])
             others = [other_seconds(metrics[s]) for s in range(max(0, step - STEPS_SEEN), step)]
@@ -59,11 +65,14 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 before.speculation_factors,
                 before.tensor_parallel_sizes,
             )
-            # A ladder without a level waits for the end of the queue.
-            chosen = (choice.factors, choice.sizes)
-            old = (before.speculation_factors, before.tensor_parallel_sizes)
-            expected = [chosen] if choice.factors else [chosen, old]
-            same = (rules.speculation_factors, rules.tensor_parallel_sizes) in expected
+            chosen = replace(
+                before,
+                speculation_factors=choice.factors,
+                tensor_parallel_sizes=choice.sizes,
+            )
+            waiting = chosen if queue and not choice.factors else None
+            expected = before if waiting else chosen
+            same = _ladder(rules) == _ladder(expected)
             choices, differences = choices + 1, differences + (not same)
             yield {
                 "figure": "ladder",
@@ -75,8 +84,15 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
             }
         before = rules
         newest.appendleft(logged)
-        memory = remembered(memory, round_seen(logged, metrics[step]))
+        seen = round_seen(logged, metrics[step])
+        queue -= {draw.id for draw in arguments.plan.queued}
+        queue |= {item.draw.id for item in seen.deferred}
+        memory = remembered(memory, seen)
     yield {"figure": "ladders", "choices": choices, "differences": differences}
+
+
+def _ladder(rules: TailBatchingRules) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    return rules.speculation_factors, rules.tensor_parallel_sizes
 
 
 def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> PlannerRules:

@@ -122,6 +122,8 @@ class Simulator:
         (a ladder of none has no round for what was deferred)."""
         if self._steer is None:
             return False
+        if not self._queue:
+            self.rules = self._wanted  # also those that waited
         wanted = self._steer(step, done, self.rules) or self._wanted
         waits = not wanted.levels and bool(self._queue)
         self._wanted = wanted

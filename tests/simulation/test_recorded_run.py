@@ -32,7 +32,7 @@ SPEED = EngineSpeed(2e-3, 1e-4, 0.0, 0.0, 1 << 40)
 GROUPS, KEEP, RESPONSES = 12, 8, 4
 
 
-class _LoggedRound(Round):
+class LoggingRound(Round):
     def __init__(self, arguments: RoundArguments) -> None:
         super().__init__(arguments.rules, arguments.plan, arguments.draws)
         self.log = RoundLog(arguments)
@@ -49,7 +49,7 @@ def simulated_round(step: int) -> list[str]:
     draws = tuple(Draw(0, f"{step}-{row}", (), first_step=step) for row in range(GROUPS))
     plan = RoundPlan(step, RoundKind.SHORT, 0, (), GROUPS, KEEP, RESPONSES)
     rules = TailBatchingRules(KEEP, RESPONSES, (1.5,))
-    round_ = _LoggedRound(RoundArguments(rules, plan, draws, {}))
+    round_ = LoggingRound(RoundArguments(rules, plan, draws, {}))
     RoundSimulation(
         round_,
         rules,

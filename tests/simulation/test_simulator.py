@@ -234,12 +234,15 @@ def test_a_run_that_gives_up_deferring_drains_its_queue_first() -> None:
     """Rules without a level have no round for what was deferred."""
 
     def steer(step: int, done: list[StepTrace], present: TailBatchingRules) -> object:
-        return replace(present, speculation_factors=()) if step == 2 else None
+        told.append(present.speculation_factors)
+        return replace(present, speculation_factors=()) if step == 1 else None
 
+    told: list[tuple[float, ...]] = []
     simulator = Simulator(scenario(rules(2.0)), PARAMETERS, steer=steer)  # type: ignore[arg-type]
     steps = list(simulator.steps())
     assert Counter(draw.prompt_id for step in steps for draw in step.trained) == Counter(
         map(str, range(48))
     )
     assert [step.factors for step in steps][-1] == ()
+    assert told[: len(steps)] == [step.factors for step in steps]  # as a live run's planner is
     assert all(set(step.ages) == {0} for step in steps if not step.factors)
