@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollpacker.policy.ladder_memory import STEPS_SEEN, is_due
 from rollpacker.simulation.recorded_run import replay_rows
+from rollpacker.types import RoundKind
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
@@ -35,14 +37,21 @@ async def choices(run: Coordinator, steps: int) -> list[pb.LadderChoice]:
     return [choice for choice in found if choice.step < steps]
 
 
-def assert_behind_long_rounds(chosen: list[int], steps: list[Any]) -> None:
-    """Where there is no ladder, every four steps; a drain says nothing."""
-    assert chosen == sorted(set(chosen))
-    for before in steps[:-1]:
-        step, levels = before.step + 1, before.metrics["tail/deferral_levels"]
-        if before.round_kind != types_pb2.ROUND_KIND_DRAIN:
-            is_due = before.round_kind == types_pb2.ROUND_KIND_LONG if levels else step % 4 == 0
-            assert (step in chosen) == is_due
+def assert_as_due(found: list[pb.LadderChoice], steps: list[Any]) -> None:
+    """Each choice once, when it is due; one of no ladder may wait, for the end of the queue."""
+    chosen = {choice.step: choice for choice in found}
+    assert list(chosen) == sorted(chosen)
+    assert len(chosen) == len(found)
+    kinds = [types_pb2.RoundKind.Name(step.round_kind) for step in steps]
+    newest = [RoundKind(kind.removeprefix("ROUND_KIND_").lower()) for kind in kinds]
+    waits = False
+    for step in range(1, len(steps)):
+        levels = int(steps[step - 1].metrics["tail/deferral_levels"])
+        if not (waits and levels):  # else the queue may have ended
+            seen = newest[max(0, step - STEPS_SEEN) : step][::-1]
+            assert (step in chosen) == is_due(step, (2.0,) * levels, seen)
+        if step in chosen:
+            waits = not chosen[step].speculation_factors
 
 
 def trained(schedule: list[Any]) -> list[Any]:
@@ -64,7 +73,7 @@ async def test_choices_are_events_and_metrics_and_come_out_of_a_replay_again(
         steps = await run.steps()
         chosen = await choices(run, len(steps))
     assert len(trained(schedule)) == PROMPTS
-    assert_behind_long_rounds([choice.step for choice in chosen], steps)
+    assert_as_due(chosen, steps)
     assert all(choice.reason and "\n" not in choice.reason for choice in chosen)
     assert any(choice.reason.startswith("takes") for choice in chosen)
     levels = [step.metrics["tail/deferral_levels"] for step in steps]
@@ -117,9 +126,9 @@ async def test_a_crash_repeats_no_choice_and_loses_no_draw(cluster: Cluster) -> 
         await run.until_ended()
         schedule = await run.schedule()
         steps = await run.steps()
-        chosen = [choice.step for choice in await choices(run, len(schedule))]
+        chosen = await choices(run, len(schedule))
     assert len({name for name, _ in trained(schedule)}) == PROMPTS == len(trained(schedule))
-    assert_behind_long_rounds(chosen, steps)
+    assert_as_due(chosen, steps)
 
 
 async def test_a_run_file_shows_the_mode_and_its_first_ladder(cluster: Cluster) -> None:

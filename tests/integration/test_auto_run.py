@@ -68,7 +68,7 @@ async def test_a_run_that_is_killed_and_paused_trains_what_synchronous_does(
     assert responses(auto) == responses(synchronous)
     assert set(Counter(trained_draws(auto)).values()) == {1}
     assert rows[0]["differences"] == 0  # of the rounds' commands
-    assert rows[-1] == {"figure": "ladders", "choices": 6, "differences": 0}
-    assert ladders[0] == 1
     reasons = [row["reason"] for row in rows if row["figure"] == "ladder"]
+    assert rows[-1] == {"figure": "ladders", "choices": len(reasons), "differences": 0}
+    assert ladders[0] == 1
     assert any("s a round" in reason for reason in reasons)  # it did measure and plan
