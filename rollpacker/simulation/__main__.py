@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--full", action="store_true", help="caps 8k to 128k, rho 0.1 to 0.9")
     compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     compare.add_argument("--rho", type=float, action="append", help="may be repeated")
-    compare.add_argument("--steps", type=int, default=48)
+    compare.add_argument("--steps", type=_count, default=48)
     compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
@@ -178,14 +178,14 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     search.add_argument("--rho", type=float, action="append", help="may be repeated")
     search.add_argument("--idea", action="append", choices=[idea.name for idea in IDEAS])
-    search.add_argument("--steps", type=int, default=40)
-    search.add_argument("--seeds", type=int, default=1, help="runs of each, with other lengths")
+    search.add_argument("--steps", type=_count, default=40)
+    search.add_argument("--seeds", type=_count, default=1, help="runs of each, with other lengths")
     regret = _command(commands, "regret", _regret, "the planner against fixed ladders")
-    regret.add_argument("--steps", type=int, default=160)
+    regret.add_argument("--steps", type=_count, default=160)
     regret.add_argument("--set", choices=tuple(SETS), default="known", help="of scenarios")
-    regret.add_argument("--seeds", type=int, default=1, help="lengths drawn so many times")
+    regret.add_argument("--seeds", type=_count, default=1, help="lengths drawn so many times")
     sizes = _command(commands, "sizes", _sizes, "a tensor-parallel size for each level")
-    sizes.add_argument("--steps", type=int, default=32)
+    sizes.add_argument("--steps", type=_count, default=32)
     speed = _command(commands, "speed", _speed, "seconds that simulations take, by size")
     speed.add_argument("--responses", type=int, default=100_000, help="of the largest round")
     replay = _command(commands, "replay", _replay, "a real run beside its simulation")
@@ -193,6 +193,12 @@ def _parser() -> argparse.ArgumentParser:
     plot = _command(commands, "plot", _plot, "SVG pictures; needs the extra `plot`")
     plot.add_argument("directory", type=Path)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
