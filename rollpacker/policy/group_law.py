@@ -14,7 +14,8 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 _ALIKE = 5  # groups, at least, to which one that was cut off gives its weight
 _GRID = 40  # points of the integral over tokens
@@ -194,10 +195,7 @@ def _only(values: Sequence[float], graders: Sequence[str], kind: str) -> list[fl
 
 def _behind(values: list[float], weights: list[float]) -> list[float]:
     """Weighted sums from each place on."""
-    sums = [0.0]
-    for value, weight in zip(reversed(values), reversed(weights), strict=True):
-        sums.append(sums[-1] + value * weight)
-    return sums[::-1]
+    return list(accumulate(map(mul, reversed(values), reversed(weights)), initial=0.0))[::-1]
 
 
 class _Fresh:

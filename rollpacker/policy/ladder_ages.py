@@ -25,6 +25,11 @@ def level_ages(factors: tuple[float, ...], prompts_per_step: int) -> tuple[Ages,
     return _counted_out(factors, prompts_per_step)[0]
 
 
+def oldest_draw(factors: tuple[float, ...], prompts_per_step: int) -> float:
+    """The greatest age at which a draw of the ladder is launched, in steps."""
+    return max(max(ages) for ages in level_ages(factors, prompts_per_step))
+
+
 @lru_cache(maxsize=1024)
 def level_changes(
     factors: tuple[float, ...], prompts_per_step: int

@@ -20,6 +20,7 @@ from itertools import product
 
 from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
+from rollpacker.policy.ladder_ages import oldest_draw
 from rollpacker.policy.ladder_forecast import Forecast, PlannerRules, forecast
 
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
@@ -84,13 +85,16 @@ def choose_ladder(
 
 
 def _candidates(rules: PlannerRules) -> list[tuple[float, ...]]:
-    """Every ladder of the usual factors; no deferral is one of them, and always allowed."""
+    """Every ladder of the usual factors that keeps draws young enough; no deferral is one of them,
+    and always allowed."""
     usual = [
         factors
         for levels in range(rules.max_levels + 1)
         for factors in product(_FACTORS, repeat=levels)
     ]
-    return usual + [(factor,) for factor in _ALONE if rules.max_levels]
+    usual += [(factor,) for factor in _ALONE if rules.max_levels]
+    at_most = rules.max_deferral_age
+    return [item for item in usual if oldest_draw(item, rules.prompts_per_step) <= at_most]
 
 
 def _gain(now: Forecast, best: Forecast) -> float:

@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--full", action="store_true", help="caps 8k to 128k, rho 0.1 to 0.9")
     compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     compare.add_argument("--rho", type=float, action="append", help="may be repeated")
-    compare.add_argument("--steps", type=_count, default=48)
+    compare.add_argument("--steps", type=_count, default=32)
     compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
