@@ -1,6 +1,6 @@
 """Tail batching as a ladder: which prompts the next round launches, and how many it keeps.
 
-Level 0 takes new prompts; level l takes draws that were deferred l times. Below the last level L a
+Level 0 takes new prompts, level l the draws that wait on it: a deferral lifts one. Below level L a
 round is *short*: it launches ceil(eta_l * P0) draws, keeps the P0 that win the race, and defers the
 others one level up. A round of level L is *long*: it launches P0 draws and defers none. The highest
 level with enough draws runs next; when none has, the data are at their end and the rest is raced
