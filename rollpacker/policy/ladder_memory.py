@@ -42,7 +42,7 @@ from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.types import DeferredDraw, DrawId, RoundKind
 
 STEPS_SEEN = 16  # the last ones, by which a choice falls due, and what no ladder changes is known
-_EVERY_STEPS = 4  # between two choices where no round is the end of anything
+_EVERY_STEPS = 4  # between two choices, where long rounds do not say when
 _GROUPS = 4000  # at most so many are kept
 _HISTORY_STEPS = 48  # since the first launch
 _HALF_LIFE_STEPS = 16.0

@@ -7,7 +7,7 @@ are frozen and nothing is carried over, so that only the schedule counts.
 
 A run of 40 steps has 5 to 8 long rounds, and which ladder was best is partly luck: take 160 steps,
 and more than one seed. At 160 steps the best of ten ladders on one seed owes its place to luck
-still: a round that goes to the cap for a few groups, or does not, is 3 % of the run at 32k.
+still: a round that goes to the cap for a few groups, or does not, is 3 % of the run at 45k.
 
 The planner was worked on with the `known` and the `held_out` scenarios in view; the
 `fresh` ones, with other caps and seeds, were looked at once, behind all that was tried. In the

@@ -194,7 +194,7 @@ class Draw(_message.Message):
     prompt_id: _builtins.str
     """Unique within the data set."""
     level: _builtins.int
-    """The queue the draw stands in: how often it was deferred, capped at deferral_levels."""
+    """The queue the draw stands in: a deferral lifts it by one, up to deferral_levels."""
     first_step: _builtins.int
     """Step in which the draw was first launched; its age is the current step minus this one."""
     @_builtins.property
