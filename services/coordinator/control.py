@@ -21,11 +21,12 @@ _STOPS = ("after_step", "immediately")
 class RunControl:
     """The wishes for one run."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, lock: asyncio.Lock) -> None:
+        """`lock`: see `ActiveRun`."""
         self.stop_mode = state.stop_mode
         self.paused = state.status == "paused"
         self.pause_at = state.pause_at
-        self.lock = asyncio.Lock()  # held while a wish is written to Redis and told here
+        self.lock = lock
         self._interrupted = asyncio.Event()
         self._changed = asyncio.Event()
         self._at_gate = asyncio.Event()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -40,6 +40,9 @@ class ActiveRun:
     driver: RunDriver | None = None
     control: RunControl | None = None
     task: asyncio.Task[None] | None = None
+    # Held while a wish is written to Redis and told to `control`, and while that is made of what
+    # stands in Redis: no wish comes in between.
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def run_context(

@@ -202,7 +202,7 @@ class RunOperations:
         return state, active
 
     def _control(self, run_id: str) -> RunControl | None:
-        """None while the data of the run is loading: it will find the wish in Redis."""
+        """None while the data of the run is loading: its driver will find the wish in Redis."""
         active = self._runs.active(run_id)
         return active.control if active else None
 
@@ -270,10 +270,7 @@ class RunOperations:
 @asynccontextmanager
 async def _wishing(active: ActiveRun) -> AsyncIterator[None]:
     """One wish at a time reaches a driver, in the order of their writing."""
-    if active.control is None:
-        yield
-        return
-    async with active.control.lock:
+    async with active.lock:
         yield
 
 

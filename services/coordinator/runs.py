@@ -113,7 +113,7 @@ class Runs:
         run_id = state.run_id
         if state.status in OPEN and self._active is None:
             _log.info("going on with run %s at step %d", run_id, state.step)
-            await self._begin_or_fail(run_id)
+            await self._begin_or_fail(ActiveRun(run_id))
         elif state.status == "stopping":  # nobody drives it, so it has stopped
             await self.store(run_id).set_status(self.fence(), "stopped")
         elif state.status in ("running", "pausing", "queued"):
@@ -131,22 +131,22 @@ class Runs:
     async def _start_queued(self, run_id: str) -> None:
         if self._active is not None:
             return  # StartRun was faster
-        self._active = ActiveRun(run_id)
+        self._active = active = ActiveRun(run_id)
         store, fence = RunStore(self._redis, run_id), self.fence()
         waiting = await self._readable(run_id)
         pause_at = waiting.pause_at if waiting else None
         if await store.set_status(fence, "running", pause_at=pause_at, only_from=("queued",)):
             _log.info("it is the turn of run %s", run_id)
             await store.reopen_step(fence)
-            await self._begin_or_fail(run_id)
+            await self._begin_or_fail(active)
         else:
             self._active = None
         await self._queue.remove(run_id)
 
-    async def _begin_or_fail(self, run_id: str) -> None:
-        self._active = ActiveRun(run_id)  # before the first await: a StartRun must see it
+    async def _begin_or_fail(self, active: ActiveRun) -> None:
+        self._active, run_id = active, active.run_id  # before the first await: StartRun must see it
         try:
-            await self._begin(run_id)
+            await self._begin(active)
         except ServiceError as error:
             _log.error("run %s cannot be driven: %s", run_id, error)
             await set_failed(self.store(run_id), self.fence(), str(error), only_from=_FAILS)
@@ -198,7 +198,7 @@ class Runs:
         self._require_idle()
         self._active = active = ActiveRun(run_id)  # before the first await, as above
         try:
-            return await self._create_and_begin(store, first, pause_at)
+            return await self._create_and_begin(active, first, pause_at)
         except BaseException:
             if self._active is active and active.task is None:
                 self._active = None
@@ -289,38 +289,39 @@ class Runs:
     # --- driving ------------------------------------------------------------------------------
 
     async def _create_and_begin(
-        self, store: RunStore, first: Callable[[], Awaitable[RunState]], pause_at: int | None
+        self, active: ActiveRun, first: Callable[[], Awaitable[RunState]], pause_at: int | None
     ) -> RunState:
-        state = await first()
+        state, store = await first(), self.store(active.run_id)
         await store.create(dataclasses.replace(state, pause_at=pause_at))
         await store.reopen_step(self.fence())
         await store.set_status(self.fence(), "running", pause_at=pause_at)
         try:
-            await self._begin(store.run_id)
+            await self._begin(active)
         except ServiceError as error:
             await set_failed(store, self.fence(), str(error))
             raise
         return await self.get(store.run_id)
 
-    async def _begin(self, run_id: str) -> None:
-        state = await self.get(run_id)
-        settings = parse(state.settings)
+    async def _begin(self, active: ActiveRun) -> None:
+        run_id = active.run_id
+        settings = parse((await self.get(run_id)).settings)
         data = await asyncio.to_thread(load_data, settings)
-        state = await self.get(run_id)  # it may be paused or stopped by now
-        context = run_context(
-            state,
-            settings,
-            data,
-            self._redis,
-            self._workers,
-            self.directory(run_id),
-            self.fence(),
-            self._set_progress,
-        )
-        control = RunControl(state)
-        driver = RunDriver(context, control)
-        task = asyncio.create_task(self._drive(driver, control, run_id))
-        self._active = ActiveRun(run_id, driver, control, task)
+        async with active.lock:
+            state = await self.get(run_id)  # it may be paused or stopped by now
+            context = run_context(
+                state,
+                settings,
+                data,
+                self._redis,
+                self._workers,
+                self.directory(run_id),
+                self.fence(),
+                self._set_progress,
+            )
+            control = RunControl(state, active.lock)
+            driver = RunDriver(context, control)
+            task = asyncio.create_task(self._drive(driver, control, run_id))
+            self._active = ActiveRun(run_id, driver, control, task, active.lock)
 
     async def _drive(self, driver: RunDriver, control: RunControl, run_id: str) -> None:
         try:

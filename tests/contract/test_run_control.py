@@ -6,14 +6,17 @@ import asyncio
 import dataclasses
 import gc
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
+from rollpacker.data.run_data import RunData
 from rollpacker.rpc.client import call
 from rollpacker.rpc.errors import (
     FailedPreconditionError,
@@ -21,13 +24,17 @@ from rollpacker.rpc.errors import (
     NotFoundError,
     UnavailableError,
 )
+from rollpacker.settings import RunSettings
 from rollpacker.store import keys
+from rollpacker.store.records import RunState
 from rollpacker.store.run_store import RunStore
 from rollpacker.tasks import end_tasks
 from rollpacker.types import PromptGroup
 from rollpacker.v1 import coordinator_service_pb2 as pb
 from rollpacker.v1 import types_pb2
+from services.coordinator import runs
 from services.coordinator.command_runner import CommandRunner
+from services.coordinator.runs import Runs
 from tests.contract import fake_workers as fakes
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
 from tests.tiny_run import run_settings, write_data
@@ -244,6 +251,37 @@ async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
     async with coordinator(cluster, register=False) as c:
         await until(c, PAUSED)
         await c.stop(pb.STOP_MODE_AFTER_STEP)
+        assert (await until(c, pb.Run.STATE_STOPPED)).step == 1
+
+
+async def test_a_wish_that_comes_while_a_run_is_taken_up_reaches_its_driver(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its driver's reading of the wishes in Redis, and its first step."""
+    async with coordinator(cluster) as c:
+        await paused_at(cluster, c, run_settings(cluster.directory), 1)
+    is_loaded, is_read, is_told = threading.Event(), asyncio.Event(), asyncio.Event()
+    load_data, get = runs.load_data, Runs.get
+
+    def loaded(settings: RunSettings) -> RunData:
+        data = load_data(settings)
+        is_loaded.set()
+        return data
+
+    async def read_just_before_the_wish(self: Runs, run_id: str) -> RunState:
+        state = await get(self, run_id)
+        if is_loaded.is_set() and not is_read.is_set():
+            is_read.set()
+            with suppress(TimeoutError):  # it may have to wait, but does not come to nothing
+                await asyncio.wait_for(is_told.wait(), 1)
+        return state
+
+    monkeypatch.setattr(runs, "load_data", loaded)
+    monkeypatch.setattr(Runs, "get", read_just_before_the_wish)
+    async with coordinator(cluster, register=False) as c:
+        await is_read.wait()
+        await c.stop(pb.STOP_MODE_AFTER_STEP)
+        is_told.set()
         assert (await until(c, pb.Run.STATE_STOPPED)).step == 1
 
 
