@@ -81,6 +81,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.token_seconds = 0.0
         self.slots = 6
         self.context_tokens = 10_000  # of prompt and cap together
+        self.weight_kv_tokens = WEIGHT_KV_TOKENS
         self.group_count = 0  # streams so far
         self.sampled: list[tuple[int, str, float, int]] = []  # step, prompt, temperature, cap
 
@@ -102,7 +103,7 @@ class FakeRollout(rollout_service_pb2_grpc.RolloutServiceServicer):
         stats = rollout_service_pb2.EngineStats(
             slot_count=self.slots,
             preemption_count=self.preemption_count,
-            weight_kv_tokens=WEIGHT_KV_TOKENS,
+            weight_kv_tokens=self.weight_kv_tokens,
         )
         return rollout_service_pb2.GetEngineResponse(
             spec=wire.engine_spec_to_proto(self.spec),

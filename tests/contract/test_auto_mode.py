@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rollpacker.policy import ladder_memory
 from rollpacker.policy.ladder_memory import STEPS_SEEN, is_due
 from rollpacker.simulation.recorded_run import replay_rows
 from rollpacker.types import RoundKind
@@ -91,10 +95,15 @@ async def test_choices_are_events_and_metrics_and_come_out_of_a_replay_again(
     assert reasons == [choice.reason for choice in chosen]
 
 
-async def test_sizes_are_tried_and_come_out_of_a_replay_again(cluster: Cluster) -> None:
+async def test_sizes_are_tried_and_come_out_of_a_replay_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fakes decode as fast at any size, so the hope that is tried first fails."""
     for replica in cluster.rollouts:
         replica.slots, replica.token_seconds = 64, 0.001
+        replica.weight_kv_tokens = 0  # the whole step is hoped to be halved, on any machine
+    # Nor does it matter how long this machine takes to answer.
+    monkeypatch.setattr(ladder_memory, "_MIN_ANSWERS", math.inf)
     async with coordinator(cluster) as run:
         await run.start(auto_settings(cluster.directory, max_tensor_parallel_size=2))
         await run.until_ended()
