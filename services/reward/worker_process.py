@@ -20,9 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -204,7 +206,14 @@ def _spawn(sealed: bool) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
-    return {**kept, **_ONE_THREAD, "MPLBACKEND": "Agg"}
+    return {**kept, **_ONE_THREAD, "MPLBACKEND": "Agg", "MPLCONFIGDIR": _plot_directory().name}
+
+
+@cache
+def _plot_directory() -> tempfile.TemporaryDirectory[str]:
+    """Empty, until this process ends: reasoning-gym imports matplotlib, which makes a directory of
+    settings where it finds none, and a sealed worker may not."""
+    return tempfile.TemporaryDirectory(prefix="rollpacker-grading-")
 
 
 def _cpu_seconds(pid: int) -> float | None:

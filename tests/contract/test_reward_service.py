@@ -31,6 +31,7 @@ from services.reward.worker_pool import WorkerPool
 
 # A power tower that no exact bound catches: computing its digits would never end.
 ENDLESS = "\\boxed{\\pi^{\\pi^{\\pi^{\\pi^{\\pi^{\\pi}}}}}}"
+_ENTRY = {"question": "", "answer": "2 × 3", "metadata": {"number": 6}}
 NEEDS_A_WORKER = {"response_text": "\\boxed{x+1}", "reference_json": '{"answer": "1+x"}'}
 
 
@@ -238,8 +239,7 @@ async def test_a_wrong_request_is_invalid_argument_that_names_the_field(
 
 
 async def test_a_failing_scorer_is_internal_and_never_a_reward() -> None:
-    entry = {"question": "", "answer": "2 × 3", "metadata": {"number": 6}}
-    reference = json.dumps({"dataset": "prime_factorization", "entry": entry})
+    reference = json.dumps({"dataset": "prime_factorization", "entry": _ENTRY})
     async with running() as service:
         with pytest.raises(errors.InternalError, match="prime_factorization") as caught:
             await service.score(
@@ -249,6 +249,22 @@ async def test_a_failing_scorer_is_internal_and_never_a_reward() -> None:
             )
         assert caught.value.reason == "GRADER_FAILED"
         assert "run:0:p:0000" in caught.value.message
+
+
+async def test_reasoning_gym_is_graded_where_the_home_directory_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container: matplotlib, which it imports, finds no settings of its own there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    reference = {"dataset": "prime_factorization", "entry": _ENTRY}
+    async with running() as service:
+        scored = await service.score(
+            grader_kind=types_pb2.GRADER_KIND_REASONING_GYM,
+            reference_json=json.dumps(reference),
+            response_text="<answer>2 × 3</answer>",
+        )
+        assert scored.reward == 1.0
+    assert not list(tmp_path.iterdir())
 
 
 async def test_a_power_tower_is_timed_out_and_the_next_request_works() -> None:
