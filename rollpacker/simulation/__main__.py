@@ -11,13 +11,14 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rollpacker.round_log import RoundLogError
 from rollpacker.simulation import compare as comparison
-from rollpacker.simulation.calibration import fit_engine
+from rollpacker.simulation.calibration import fig11, fit_engine, flat
 from rollpacker.simulation.paper import (
     FIGURES,
     PREDICTED_PER_FITTED,
@@ -25,7 +26,7 @@ from rollpacker.simulation.paper import (
     enough_predicted,
     reproduce,
 )
-from rollpacker.simulation.parameters import Parameters, load_parameters
+from rollpacker.simulation.parameters import Parameters, load_parameters, paper_figures
 from rollpacker.simulation.recorded_lengths import (
     RecordedLengthsError,
     coupling_rows,
@@ -97,9 +98,14 @@ def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
 
 
 def _calibrate(options: argparse.Namespace, parameters: Parameters) -> int:
-    fitted = fit_services(fit_engine(parameters, options.evaluations))
+    fitted = parameters
+    if options.evaluations:
+        fitted = fit_services(fit_engine(parameters, options.evaluations, options.rounds))
     for before, after in zip(parameters.fitted, fitted.fitted, strict=True):
         _row(options, {"parameter": after.name, "before": before.value, "after": after.value})
+    published = flat(paper_figures()["fig11_rollout_seconds_full_period"])
+    for key, ours in fig11(fitted, options.rounds).items():
+        _row(options, Value("fig11", key, published[key], ours).to_row())
     if options.write:
         options.write.write_text(fitted.to_json(), encoding="utf-8")
         _say(f"written to {options.write}")
@@ -170,7 +176,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
-    calibrate.add_argument("--evaluations", type=int, default=390)
+    calibrate.add_argument(
+        "--evaluations",
+        type=partial(_count, least=0),
+        default=390,
+        help="0: no fit, only the bars of Fig. 11",
+    )
+    calibrate.add_argument("--rounds", type=_count, default=32, help="short rounds of each bar")
     calibrate.add_argument(
         "--write", type=Path, nargs="?", const=_PACKAGE_FILE, help="default: parameters.json"
     )
@@ -195,9 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least}")
     return int(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 
 import numpy as np
 import pytest
@@ -131,6 +132,21 @@ def test_a_report_with_too_few_predictions_does_not_pass() -> None:
     assert enough_predicted(PARAMETERS, values)
     assert not enough_predicted(PARAMETERS, values[1:])
     assert not enough_predicted(PARAMETERS, [Value("fig11", "x", 1.0, 1.0)] * 1000)
+
+
+def test_over_many_rounds_the_bars_of_fig11_are_as_near_as_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """docs/evaluation.md; without the noise of the paper's forty rounds, or of ours."""
+    assert main(["calibrate", "--json", "--evaluations", "0", "--rounds", "600"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(row["before"] == row["after"] for row in rows if "parameter" in row)
+    errors = {row["key"]: abs(row["relative_error"]) for row in rows if "figure" in row}
+    assert len(errors) == 24
+    assert median(errors.values()) <= 0.08
+    beyond = {key for key, error in errors.items() if error > 0.15}
+    assert beyond == {"cap_8k.responses_only.1.5", "cap_16k.responses_only.1.5"}
+    assert max(errors.values()) <= 0.28
 
 
 def test_the_report_prints_one_json_object_per_value(capsys: pytest.CaptureFixture[str]) -> None:
