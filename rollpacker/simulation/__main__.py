@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.round_log import RoundLogError
 from rollpacker.simulation import compare as comparison
 from rollpacker.simulation.calibration import fig11, fit_engine, flat
@@ -92,6 +93,7 @@ def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
         tuple(options.rho or rhos),
         options.steps,
         options.task,
+        options.ladder or (),
     ):
         _row(options, row)
     return 0
@@ -173,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     compare.add_argument("--rho", type=float, action="append", help="may be repeated")
     compare.add_argument("--steps", type=_count, default=32)
+    compare.add_argument(
+        "--ladder", type=_factors, action="append", help="ETA[,ETA...], instead of the modes"
+    )
     compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
@@ -211,6 +216,15 @@ def _count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least}")
     return int(text)
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    try:
+        factors = tuple(map(float, text.split(",")))
+        TailBatchingRules(1, 1, factors)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a ladder: {error}") from error
+    return factors
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +131,21 @@ def modes() -> tuple[Mode, ...]:
     )
 
 
+def fixed_ladders(ladders: Sequence[tuple[float, ...]]) -> tuple[Mode, ...]:
+    """The baselines, and ladders that are kept for the whole run, as `auto` runs its own."""
+    return *modes()[:3], *(
+        Mode(
+            f"exact {','.join(f'{factor:g}' for factor in factors)}",
+            ladder(*factors),
+            MEASURED_CARRY_OVER,
+            "measured",
+            "measured",
+            schedule="rebalance, idle",
+        )
+        for factors in ladders
+    )
+
+
 def model_for(cap: int) -> ModelFacts:
     """The model that the paper runs at this cap; 32B with a larger cap beyond."""
     for model in MODELS.values():
@@ -145,22 +160,29 @@ def compare(
     rhos: tuple[float, ...] = DEFAULT_RHOS,
     steps: int = 32,
     task: str = MIX,
+    ladders: Sequence[tuple[float, ...]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """One row per scenario and mode; scenarios run in processes of their own, one per core."""
+    """One row per scenario and mode; scenarios run in processes of their own, one per core.
+
+    `ladders`: these, fixed, instead of the modes.
+    """
+    tried = fixed_ladders(ladders) if ladders else modes()
     scenarios = [
         WorkloadRules(cap, rho, parameters["never_stop_share"], task)
         for cap in caps
         for rho in rhos
     ]
     with ProcessPoolExecutor(min(len(scenarios), os.cpu_count() or 1)) as pool:
-        for rows in pool.map(partial(_drawn, parameters, steps), scenarios):
+        for rows in pool.map(partial(_drawn, parameters, steps, tried), scenarios):
             yield from rows
 
 
-def _drawn(parameters: Parameters, steps: int, rules: WorkloadRules) -> list[dict[str, Any]]:
+def _drawn(
+    parameters: Parameters, steps: int, tried: tuple[Mode, ...], rules: WorkloadRules
+) -> list[dict[str, Any]]:
     """All modes of a scenario."""
     workload = Workload(rules, steps * SYNCHRONOUS.prompts_per_step)
-    return list(_scenario(parameters, workload, rules, steps, modes()))
+    return list(_scenario(parameters, workload, rules, steps, tried))
 
 
 def compare_recorded(parameters: Parameters, recorded: RecordedLengths) -> Iterator[dict[str, Any]]:

@@ -149,6 +149,32 @@ def test_over_many_rounds_the_bars_of_fig11_are_as_near_as_is_told(
     assert max(errors.values()) <= 0.28
 
 
+def test_fixed_ladders_are_compared_in_place_of_the_modes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = ["--cap", "2048", "--rho", "0.3", "--steps", "4"]
+    ladders = ["--ladder", "1.25", "--ladder", "1.5,2"]
+    assert main(["compare", "--json", *scenario, *ladders]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    levels = {row["mode"]: row["levels"] for row in rows}
+    assert list(levels) == [
+        "synchronous",
+        "overlap",
+        "oracle",
+        "paper",
+        "exact 1.25",
+        "exact 1.5,2",
+    ]
+    assert levels["exact 1.5,2"] > levels["exact 1.25"] > levels["synchronous"]
+
+
+@pytest.mark.parametrize("ladder", ["2.5", "1.5,x", ""])
+def test_a_wrong_ladder_is_named(ladder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--ladder", ladder])
+    assert f"{ladder!r} is not a ladder" in capsys.readouterr().err
+
+
 def test_the_report_prints_one_json_object_per_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["paper", "--json", "--figures", "fig13c"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
