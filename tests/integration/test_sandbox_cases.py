@@ -91,7 +91,7 @@ def test_more_output_than_the_limit_is_allowed_where_it_is_expected(grader: Code
         ("import threading as t\nt.Thread(target=print, args=[1]).start()", "CORRECT"),
         (
             "import threading as t\nend = t.Event()\n"
-            "for _ in range(30): t.Thread(target=end.wait).start()\nend.set()\nprint(1)",
+            "for _ in range(31): t.Thread(target=end.wait).start()\nend.set()\nprint(1)",
             "CORRECT",
         ),
         ("import asyncio\nasync def f(): print(1)\nasyncio.run(f())", "CORRECT"),

@@ -27,6 +27,7 @@ from . import calls, checks, seccomp
 COMPILE_ERROR, CRASHED, MEMORY_LIMIT, FILE_LIMIT, PROCESS_LIMIT = 101, 102, 103, 104, 105
 _STACK_BYTES = 64 << 20
 _CPU_SLACK_SECONDS = 2  # the kernel's limit behind the runner's own
+_OTHER_PROCESSES = 2  # of the sandbox's user, bubblewrap's and the runner: the kernel counts them
 _PR_SET_DUMPABLE, _PR_SET_PDEATHSIG, _PR_CAP_AMBIENT, _CLEAR_ALL = 4, 1, 47, 4
 _CAPABILITIES_3 = 0x20080522
 _FILE_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EMFILE)
@@ -56,7 +57,7 @@ def confine(job: dict[str, Any]) -> None:
         (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_FSIZE, job["file_bytes"]),
         (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_NPROC, job["threads"]),
+        (resource.RLIMIT_NPROC, job["threads"] + _OTHER_PROCESSES),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_AS, job["memory_bytes"]),
