@@ -65,8 +65,9 @@ class RunOperations:
             wished = await self._set_status(run_id, "stopping", stop_mode=mode)
             if wished and (control := self._control(run_id)):
                 control.stop(mode)
-        if mode == "immediately" and active.task:
-            await asyncio.wait({active.task})
+        driven = self._runs.active(run_id)  # by now
+        if mode == "immediately" and driven and driven.task:
+            await asyncio.wait({driven.task})
         return await self._runs.get(run_id)
 
     async def pause(self, run_id: str, mode: str) -> RunState:

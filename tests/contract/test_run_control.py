@@ -254,8 +254,9 @@ async def test_a_paused_run_stops_without_its_trainer(cluster: Cluster) -> None:
         assert (await until(c, pb.Run.STATE_STOPPED)).step == 1
 
 
+@pytest.mark.parametrize("mode", [pb.STOP_MODE_AFTER_STEP, pb.STOP_MODE_IMMEDIATELY])
 async def test_a_wish_that_comes_while_a_run_is_taken_up_reaches_its_driver(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, mode: pb.StopMode.ValueType
 ) -> None:
     """Between its driver's reading of the wishes in Redis, and its first step."""
     async with coordinator(cluster) as c:
@@ -280,8 +281,9 @@ async def test_a_wish_that_comes_while_a_run_is_taken_up_reaches_its_driver(
     monkeypatch.setattr(Runs, "get", read_just_before_the_wish)
     async with coordinator(cluster, register=False) as c:
         await is_read.wait()
-        await c.stop(pb.STOP_MODE_AFTER_STEP)
+        stopped = await c.stop(mode)
         is_told.set()
+        assert mode != pb.STOP_MODE_IMMEDIATELY or stopped.state == pb.Run.STATE_STOPPED
         assert (await until(c, pb.Run.STATE_STOPPED)).step == 1
 
 
