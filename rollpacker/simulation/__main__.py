@@ -175,10 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     compare.add_argument("--rho", type=float, action="append", help="may be repeated")
     compare.add_argument("--steps", type=_count, default=32)
-    compare.add_argument(
+    what = compare.add_mutually_exclusive_group()
+    what.add_argument(
         "--ladder", type=_factors, action="append", help="ETA[,ETA...], instead of the modes"
     )
-    compare.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
+    what.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
     calibrate.add_argument(
