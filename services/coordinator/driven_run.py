@@ -40,8 +40,8 @@ class ActiveRun:
     driver: RunDriver | None = None
     control: RunControl | None = None
     task: asyncio.Task[None] | None = None
-    # Held while a wish is written to Redis and told to `control`, and while that is made of what
-    # stands in Redis: no wish comes in between.
+    # Held while a wish is written to Redis and told to `control`, and while `control` is made from
+    # the wishes in Redis.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 

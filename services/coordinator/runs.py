@@ -321,7 +321,7 @@ class Runs:
             control = RunControl(state, active.lock)
             driver = RunDriver(context, control)
             task = asyncio.create_task(self._drive(driver, control, run_id))
-            self._active = ActiveRun(run_id, driver, control, task, active.lock)
+            self._active = dataclasses.replace(active, driver=driver, control=control, task=task)
 
     async def _drive(self, driver: RunDriver, control: RunControl, run_id: str) -> None:
         try:

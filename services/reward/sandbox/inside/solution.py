@@ -27,7 +27,7 @@ from . import calls, checks, seccomp
 COMPILE_ERROR, CRASHED, MEMORY_LIMIT, FILE_LIMIT, PROCESS_LIMIT = 101, 102, 103, 104, 105
 _STACK_BYTES = 64 << 20
 _CPU_SLACK_SECONDS = 2  # the kernel's limit behind the runner's own
-_OTHER_PROCESSES = 2  # of the sandbox's user, bubblewrap's and the runner: the kernel counts them
+_OTHER_PROCESSES = 2  # bubblewrap's and the runner: the kernel counts them, but for root
 _PR_SET_DUMPABLE, _PR_SET_PDEATHSIG, _PR_CAP_AMBIENT, _CLEAR_ALL = 4, 1, 47, 4
 _CAPABILITIES_3 = 0x20080522
 _FILE_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EMFILE)
