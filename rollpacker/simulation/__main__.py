@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     try:
         status: int = options.run(options, parameters)
-    except (RecordedLengthsError, RoundLogError) as error:
+    except (comparison.SizeError, RecordedLengthsError, RoundLogError) as error:
         _say(str(error))
         return 2
     _say(f"{time.perf_counter() - started:.1f} s")
@@ -80,6 +80,12 @@ def _paper(options: argparse.Namespace, parameters: Parameters) -> int:
 
 
 def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
+    fixed = None
+    if options.ladder:
+        fixed = comparison.FixedLadders(tuple(options.ladder), options.size, options.redraws)
+    elif options.size or options.redraws:
+        _say("--size and --redraws are for fixed ladders: name one with --ladder")
+        return 2
     if options.lengths is not None:
         recorded = read_lengths(options.lengths)
         for row in (*coupling_rows(recorded), *comparison.compare_recorded(parameters, recorded)):
@@ -93,7 +99,7 @@ def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
         tuple(options.rho or rhos),
         options.steps,
         options.task,
-        options.ladder or (),
+        fixed,
     ):
         _row(options, row)
     return 0
@@ -180,6 +186,15 @@ def _parser() -> argparse.ArgumentParser:
         "--ladder", type=_factors, action="append", help="ETA[,ETA...], instead of the modes"
     )
     what.add_argument("--lengths", type=Path, metavar="RUN_DIR", help="those of a real run")
+    compare.add_argument(
+        "--size", type=_count, default=0, help="of the engines of fixed ladders, at all levels"
+    )
+    compare.add_argument(
+        "--redraws",
+        type=_count,
+        default=0,
+        help="fixed ladders draw a response that was cut and comes out shorter so often again",
+    )
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")
     calibrate.add_argument(

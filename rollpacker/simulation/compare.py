@@ -83,6 +83,7 @@ class Mode:
     planned: bool = False
     schedule: str = "plain"
     sizes: str = "the paper's"
+    redraws: int = 0  # see `redraws`
 
 
 SCHEDULES = {"plain": PLAIN, "rebalance": REBALANCED, "rebalance, idle": TRAINING_IDLE}
@@ -131,19 +132,45 @@ def modes() -> tuple[Mode, ...]:
     )
 
 
-def fixed_ladders(ladders: Sequence[tuple[float, ...]]) -> tuple[Mode, ...]:
-    """The baselines, and ladders that are kept for the whole run, as `auto` runs its own."""
-    return *modes()[:3], *(
-        Mode(
+class SizeError(ValueError):
+    """Engines of a tensor-parallel size cannot hold a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLadders:
+    """Ladders that are kept for the whole run, else as `auto` runs its own."""
+
+    ladders: tuple[tuple[float, ...], ...]
+    size: int = 0  # tensor-parallel size at all levels; 0: the paper's
+    redraws: int = 0
+
+    def modes(self) -> tuple[Mode, ...]:
+        """The baselines, then one per ladder."""
+        return *modes()[:3], *map(self._mode, self.ladders)
+
+    def _mode(self, factors: tuple[float, ...]) -> Mode:
+        rules = ladder(*factors)
+        if self.size:
+            rules = dataclasses.replace(rules, tensor_parallel_sizes=(self.size,))
+        return Mode(
             f"exact {','.join(f'{factor:g}' for factor in factors)}",
-            ladder(*factors),
+            rules,
             MEASURED_CARRY_OVER,
             "measured",
             "measured",
             schedule="rebalance, idle",
+            sizes=str(self.size or "the paper's"),
+            redraws=self.redraws,
         )
-        for factors in ladders
-    )
+
+    def check(self, parameters: Parameters, caps: Sequence[int]) -> None:
+        """Raises SizeError where engines of this size cannot hold the model of a cap."""
+        for cap in caps:
+            sizes = sizes_that_fit(parameters, model_for(cap))
+            if self.size and self.size not in sizes:
+                raise SizeError(
+                    f"--size {self.size}: engines of the model at cap {cap} have one of {sizes}"
+                )
 
 
 def model_for(cap: int) -> ModelFacts:
@@ -160,13 +187,15 @@ def compare(
     rhos: tuple[float, ...] = DEFAULT_RHOS,
     steps: int = 32,
     task: str = MIX,
-    ladders: Sequence[tuple[float, ...]] = (),
+    fixed: FixedLadders | None = None,
 ) -> Iterator[dict[str, Any]]:
     """One row per scenario and mode; scenarios run in processes of their own, one per core.
 
-    `ladders`: these, fixed, instead of the modes.
+    `fixed`: these instead of the modes. Raises SizeError.
     """
-    tried = fixed_ladders(ladders) if ladders else modes()
+    if fixed is not None:
+        fixed.check(parameters, caps)
+    tried = fixed.modes() if fixed else modes()
     scenarios = [
         WorkloadRules(cap, rho, parameters["never_stop_share"], task)
         for cap in caps
@@ -235,6 +264,7 @@ def run_mode(
         gpus=gpus,
         scales_down=schedule.releases_idle,
         schedule=schedule,
+        redraws=mode.redraws,
     )
     steering = _steering(parameters, scenario, mode)
     return list(Simulator(scenario, parameters, workload, steering).steps())
@@ -278,6 +308,7 @@ def _scenario(
             "carry_over": mode.carry_over,
             "schedule": mode.schedule,
             "sizes": mode.sizes,
+            "redraws": mode.redraws,
             **_measures(done, base, uncensored),
         }
 
@@ -302,6 +333,7 @@ def _oracle(
         "carry_over": "none",
         "schedule": "plain",
         "sizes": mode.sizes,
+        "redraws": mode.redraws,
         **_measures(done, base, int(lengths.sum())),
     }
 

@@ -104,6 +104,11 @@ class RoundSimulation:
         self.finished_responses = 0
         self.launched_responses = len(draws) * planned.response_count
         self._launchables = launchables
+        self._attempts = {  # whose lengths are not its last ones, by response
+            (draw, index): list(tokens)
+            for draw, known in launchables.items()
+            for index, tokens in known.attempts.items()
+        }
         self._scoring = Scoring.of_round(
             reward, launchables, rules, complete_first=schedule.complete_first
         )
@@ -170,15 +175,24 @@ class RoundSimulation:
             response = reached.response
             if name not in self._where.get(response.draw, ()):
                 continue  # let go by an earlier one of the same step
-            if reached.finished:
+            if reached.finished and not self._drawn_again(name, response):
                 self._response_finished(reached)
-            else:
+            elif not reached.finished:
                 self._report(response.draw)
         if self._schedule.rebalances:
             self._rebalance()
         self._release()
         if self._releases and (self._releases, self._complete) != before:
             self._report_for_order()
+
+    def _drawn_again(self, name: str, response: RunningResponse) -> bool:
+        """Sample it anew on its replica, if this was not its last attempt."""
+        if not (left := self._attempts.get((response.draw, response.index))):
+            return False
+        left.pop(0)
+        again = self._running(response.draw, response.index, 0)
+        self.replicas[name].launch(self.now, [again])
+        return True
 
     def _response_finished(self, reached: Reached) -> None:
         response = reached.response
@@ -360,18 +374,7 @@ class RoundSimulation:
         responses = []
         for index in command.indices:
             draft = known.carried[index] if index < len(known.carried) else 0
-            given = moved.get(index, draft)
-            responses.append(
-                RunningResponse(
-                    draw,
-                    index,
-                    known.lengths[index],
-                    known.prompt_tokens,
-                    tokens=given,
-                    carried=given,
-                    is_watched=draw not in self.plan.protected,
-                )
-            )
+            responses.append(self._running(draw, index, moved.get(index, draft)))
         self._launch_count += 1
         carried = sum(response.carried for response in responses)
         self._launches[draw] = _Launch(self._launch_count, command.replica_id, carried)
@@ -380,6 +383,20 @@ class RoundSimulation:
         for name, share in shares.items():
             self.replicas[name].launch(self.now, share)
             self._dirty.add(name)
+
+    def _running(self, draw: DrawId, index: int, given: int) -> RunningResponse:
+        """The present attempt of a response; `given`: tokens that need no decoding."""
+        known = self._launchables[draw]
+        left = self._attempts.get((draw, index))
+        return RunningResponse(
+            draw,
+            index,
+            left[0] if left else known.lengths[index],
+            known.prompt_tokens,
+            tokens=given,
+            carried=given,
+            is_watched=draw not in self.plan.protected,
+        )
 
     def _shares(
         self, first: str, responses: list[RunningResponse]

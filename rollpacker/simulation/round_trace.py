@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.reward_meter import RewardsSeen
+from rollpacker.simulation.redraws import Attempts
 from rollpacker.types import DrawId
 
 
@@ -17,6 +18,7 @@ class Launchable:
 
     lengths: Sequence[int]  # tokens at which each response ends
     carried: Sequence[int] = ()  # draft tokens that the engine accepts, of the first responses
+    attempts: Attempts = field(default_factory=dict)  # before these lengths; see `redraws`
     task: str = "math"
     prompt: int = 0  # number of the prompt, for the anchors of time limits
     prompt_tokens: int = 200

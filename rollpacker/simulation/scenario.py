@@ -129,6 +129,7 @@ class Scenario:
     fetches_once: bool = False  # released replicas train what is there at the release, no more
     scores: bool = True  # False: rewards take no time (rollout only)
     schedule: Schedule = PLAIN  # how rounds are laid over the replicas
+    redraws: int = 0  # of a response that was cut and comes out shorter than it was, at most
     admission_responses: int = 0  # running responses per replica; 0: the engine's own limit
 
     @property

@@ -71,6 +71,8 @@ IDEAS = (
     Idea("complete_groups_first", partial(_scheduled, complete_first=True)),
     Idea("small_groups", _small_groups),
     Idea("first_8_of_10", partial(_ruled, response_speculation_factor=1.25), needs_seeds=True),
+    Idea("redraw_once", partial(dataclasses.replace, redraws=1), needs_seeds=True),
+    Idea("redraw_twice", partial(dataclasses.replace, redraws=2), needs_seeds=True),
     Idea("fill_in", partial(_scheduled, bubble_acceptance=_accepted_begun), needs_seeds=True),
     Idea("training_overlap", _overlapped),
     Idea("graded_scale_down", partial(_overlapped, releases=4)),

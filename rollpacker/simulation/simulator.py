@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rollpacker.policy.commands import FinishRound
 from rollpacker.policy.engine_meter import EngineMeter
@@ -22,6 +23,7 @@ from rollpacker.simulation.bubbles import BubbleDraft, begin
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed, engine_speed
 from rollpacker.simulation.parameters import Parameters
+from rollpacker.simulation.redraws import Attempts, fresh_lengths, redrawn
 from rollpacker.simulation.release import release_rule
 from rollpacker.simulation.reward_model import RewardModel
 from rollpacker.simulation.round_simulation import RoundSimulation
@@ -244,6 +246,7 @@ class Simulator:
         else:
             lengths = drift.lengths(self.workload, number, age, launch)
         carried: list[int] = []
+        attempts: Attempts = {}
         accept = self.scenario.schedule.bubble_acceptance
         if draft is None and accept is not None and number in self._bubble_drafts:
             begun = self._bubble_drafts.pop(number)
@@ -257,9 +260,12 @@ class Simulator:
             carried = [
                 min(tokens, length - 1) for tokens, length in zip(accepted, lengths, strict=False)
             ]
+            again = partial(fresh_lengths, self.workload, number, launch)
+            lengths, attempts = redrawn(lengths, draft, self.scenario.redraws, again)
         return Launchable(
             lengths,
             carried,
+            attempts,
             self.workload.task(number),
             number,
             int(self.parameters["prompt_tokens"]),

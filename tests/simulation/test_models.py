@@ -168,6 +168,38 @@ def test_fixed_ladders_are_compared_in_place_of_the_modes(
     assert levels["exact 1.5,2"] > levels["exact 1.25"] > levels["synchronous"]
 
 
+def test_fixed_ladders_have_engines_of_a_size_and_draw_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = ["--cap", "2048", "--rho", "0.3", "--steps", "4", "--ladder", "1.5,2"]
+    rows = []
+    for options in ([], ["--size", "2"], ["--redraws", "2"]):
+        assert main(["compare", "--json", *scenario, *options]) == 0
+        rows.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    usual, sized, again = rows
+    assert (usual["sizes"], usual["redraws"]) == ("the paper's", 0)
+    assert (sized["sizes"], sized["redraws"]) == ("2", 0)
+    assert sized["rollout_seconds"] != usual["rollout_seconds"]
+    assert sized["mean_length_ratio"] == usual["mean_length_ratio"]
+    assert again["redraws"] == 2
+    assert again["mean_length_ratio"] > usual["mean_length_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--size", "2"], "--size and --redraws are for fixed ladders: name one with --ladder"),
+        (["--redraws", "1"], "--size and --redraws are for fixed ladders: name one with --ladder"),
+        (["--ladder", "2", "--cap", "32768", "--size", "16"], "--size 16: engines of the model"),
+    ],
+)
+def test_options_of_fixed_ladders_that_cannot_be_are_named(
+    options: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *options]) == 2
+    assert error in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ladder", ["2.5", "1.5,x", ""])
 def test_a_wrong_ladder_is_named(ladder: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
