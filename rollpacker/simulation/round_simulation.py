@@ -175,10 +175,10 @@ class RoundSimulation:
             response = reached.response
             if name not in self._where.get(response.draw, ()):
                 continue  # let go by an earlier one of the same step
-            if reached.finished and not self._drawn_again(name, response):
-                self._response_finished(reached)
-            elif not reached.finished:
+            if not reached.finished:
                 self._report(response.draw)
+            elif not self._drawn_again(name, response):
+                self._response_finished(reached)
         if self._schedule.rebalances:
             self._rebalance()
         self._release()
