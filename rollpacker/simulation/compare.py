@@ -58,6 +58,7 @@ from rollpacker.simulation.scenario import (
     ladder,
 )
 from rollpacker.simulation.schedule import PLAIN, REBALANCED, TRAINING_IDLE
+from rollpacker.simulation.selection import weighed
 from rollpacker.simulation.simulator import Simulator, Steer, StepTrace
 from rollpacker.simulation.steering import PlannedSteering, PreemptionSteering, planner_rules
 from rollpacker.simulation.summary import length_bias
@@ -310,7 +311,18 @@ def _scenario(
             "sizes": mode.sizes,
             "redraws": mode.redraws,
             **_measures(done, base, uncensored),
+            **_weighed(done, mode, uncensored / (width * len(workload.first_lengths))),
         }
+
+
+def _weighed(done: list[StepTrace], mode: Mode, mean_length: float) -> dict[str, float]:
+    """Were groups to count by what selected them; see `selection`."""
+    found = weighed(done, mode.drift)
+    return {
+        "weighed_length_ratio": round(found.mean_length / mean_length, 4),
+        "dropped_share": round(found.dropped_share, 4),
+        "effective_group_share": round(found.effective_share, 4),
+    }
 
 
 def _oracle(
