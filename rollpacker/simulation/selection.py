@@ -59,8 +59,11 @@ def weighed_groups(steps: Sequence[StepTrace], drift: Drift | TokenDrift) -> lis
             draw = item.draw.id
             came_again(draw, item.response_tokens, False)
             first[draw] = item.draw.first_step
-            if step.round.cut is not None:  # one with just so many tokens lost by its place
-                lost[draw] = min(step.round.cut, max(item.response_tokens) - 1)
+            if (cut := step.round.cut) is not None:
+                was_complete = all(
+                    item.finished
+                )  # it may have lost with just so many, by its place
+                lost[draw] = min(cut, max(item.response_tokens) - 1) if was_complete else cut
     return found
 
 
