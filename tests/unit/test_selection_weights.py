@@ -33,24 +33,31 @@ def again(
 
 
 def selected(
-    sample: Sequence[int], size: int, cut: int, unchanged: Callable[[int], float], weigh: bool
+    sample: Sequence[int],
+    size: int,
+    cuts: Sequence[int],
+    unchanged: Callable[[int], float],
+    weigh: bool,
 ) -> Law:
-    """The law of what is trained: short groups at once, the others as they come out again."""
+    """The law of what is trained: groups within the cut of their level, the others as they come
+    out of the next one; the last level keeps all."""
     law = {n: sample.count(n) / len(sample) for n in set(sample)}
     one = {n: again(n, law, unchanged) for n in law}
     trained: Law = defaultdict(float)
-    for group in product(law, repeat=size):
-        mass = math.prod(law[n] for n in group)
-        if max(group) <= cut:
-            trained[group] += mass
-            continue
-        for after in product(*(one[n] for n in group)):
-            moved = mass * math.prod(one[n][m] for n, m in zip(group, after, strict=True))
-            weight = 1.0
-            if weigh:
-                stays = max(after) > cut
-                weight = 1.0 / stay_probability(after, cut, unchanged, sample) if stays else 0.0
-            trained[after] += weight * moved
+    waiting: Law = {g: math.prod(law[n] for n in g) for g in product(law, repeat=size)}
+    for level, cut in enumerate((*cuts, max(sample))):
+        lost: Law = defaultdict(float)
+        for group, mass in waiting.items():
+            if max(group) <= cut:
+                trained[group] += mass
+                continue
+            for after in product(*(one[n] for n in group)):
+                moved = mass * math.prod(one[n][m] for n, m in zip(group, after, strict=True))
+                if weigh and max(after) <= cuts[level]:
+                    continue  # counts nothing
+                stays = stay_probability(after, cut, unchanged, sample) if weigh else 1.0
+                lost[after] += moved / stays
+        waiting = lost
     return trained
 
 
@@ -74,8 +81,8 @@ UNCHANGED = st.floats(0.0, 1.0).map(by_response) | st.floats(0.0, 3.0).map(by_to
 def test_weighed_groups_have_the_law_of_groups_that_nobody_selects(
     sample: list[int], size: int, data: st.DataObject, unchanged: Callable[[int], float]
 ) -> None:
-    cut = data.draw(st.integers(1, max(1, max(sample) - 1)))
-    trained = selected(sample, size, cut, unchanged, weigh=True)
+    cuts = data.draw(st.lists(st.integers(1, max(1, max(sample) - 1)), min_size=1, max_size=2))
+    trained = selected(sample, size, sorted(cuts), unchanged, weigh=True)
     for group in product(set(sample), repeat=size):
         wanted = math.prod(sample.count(n) / len(sample) for n in group)
         assert trained[group] == pytest.approx(wanted, abs=1e-9)
@@ -84,7 +91,7 @@ def test_weighed_groups_have_the_law_of_groups_that_nobody_selects(
 def test_without_weights_long_ones_are_missing() -> None:
     sample = [1, 1, 2, 5]
     for unchanged in (by_response(0.5), by_token(0.3)):
-        trained = selected(sample, 2, 2, unchanged, weigh=False)
+        trained = selected(sample, 2, [2], unchanged, weigh=False)
         mean = sum(p * sum(group) for group, p in trained.items()) / 2
         assert mean < 0.95 * sum(sample) / len(sample)
 
