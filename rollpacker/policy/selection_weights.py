@@ -16,9 +16,10 @@ function S, and u(x), the probability that nothing changes before token x,
     P(n comes out with at most cut) = [n <= cut] u(n) + sum over x < min(n, cut) of
                                       (u(x) - u(x + 1)) * (1 - S(cut) / S(x))
 
-That is exact for known S and u. S is taken from the group's own responses, which are few, so what
-comes out is near. Nothing live uses these weights yet; the simulator reports what they would give
-(decision 43).
+That is exact for known S and u, if S is the same before and after, launches change independently of
+each other and of what the tokens say, and no cut is lower than the one before. S is taken from the
+group's own responses, which are few, so what comes out is near. Nothing live uses these weights
+yet; the simulator reports what they would give (decision 43).
 """
 
 from __future__ import annotations

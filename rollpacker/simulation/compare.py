@@ -316,7 +316,10 @@ def _scenario(
 
 
 def _weighed(done: list[StepTrace], mode: Mode, mean_length: float) -> dict[str, float]:
-    """Were groups to count by what selected them; see `selection`."""
+    """Were groups to count by what selected them; see `selection`. Not beside redraws, which are
+    another answer to the same."""
+    if mode.redraws:
+        return {}
     found = weighed(done, mode.drift)
     return {
         "weighed_length_ratio": round(found.mean_length / mean_length, 4),

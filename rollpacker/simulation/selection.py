@@ -1,6 +1,9 @@
 """What a simulated run would have trained, had its groups counted by `policy.selection_weights`.
 
 How likely a response is unchanged is taken from the scenario here; a live run would measure it.
+The scenario compares each launch with the first one, the weights take that for a change since the
+last: behind several deferrals they are not exact, and too large. Of a group that is cut again
+before it is past its older cut, the older one is left out.
 """
 
 from __future__ import annotations
@@ -59,10 +62,10 @@ def weighed_groups(steps: Sequence[StepTrace], drift: Drift | TokenDrift) -> lis
             draw = item.draw.id
             came_again(draw, item.response_tokens, False)
             first[draw] = item.draw.first_step
-            if (cut := step.round.cut) is not None:
-                was_complete = all(
-                    item.finished
-                )  # it may have lost with just so many, by its place
+            cut = step.round.cut  # below 0: protected draws took all places
+            if cut is not None and cut >= 0:
+                # A complete one may have lost with just so many tokens, by its place.
+                was_complete = all(item.finished)
                 lost[draw] = min(cut, max(item.response_tokens) - 1) if was_complete else cut
     return found
 
