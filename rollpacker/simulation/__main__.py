@@ -191,9 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument(
         "--redraws",
-        type=_count,
+        type=partial(_count, least=0),
         default=0,
-        help="fixed ladders draw a response that was cut and comes out shorter so often again",
+        help="how often fixed ladders draw a response again that was cut and comes out shorter",
     )
     compare.add_argument("--task", choices=("mix", "math", "code", "judge"), default="mix")
     calibrate = _command(commands, "calibrate", _calibrate, "fit to Fig. 11 and Fig. 10c")

@@ -21,6 +21,10 @@ carry-over, so nothing is launched twice.
 `mean_length_ratio` is the trained mean over that of the first launches, which only a simulation
 knows; `bias_meter` is what a live run's meter reads in its place.
 
+`weighed_length_ratio` is what would be trained if groups counted by `selection`,
+`zero_weight_share` those that would count nothing, `effective_group_share` how many equally counted
+ones would say as much. They are left out of the oracle, and beside `redraws` (fixed ladders only).
+
 `compare_recorded` does the same with the lengths of a real run (`recorded_lengths`), its P0 and R0,
 and the coupling that it measured (`recorded`), on so many GPUs that each has as much to do.
 """
@@ -311,19 +315,19 @@ def _scenario(
             "sizes": mode.sizes,
             "redraws": mode.redraws,
             **_measures(done, base, uncensored),
-            **_weighed(done, mode, uncensored / (width * len(workload.first_lengths))),
+            **_weighed(done, mode, rules.cap, uncensored / (width * len(workload.first_lengths))),
         }
 
 
-def _weighed(done: list[StepTrace], mode: Mode, mean_length: float) -> dict[str, float]:
+def _weighed(done: list[StepTrace], mode: Mode, cap: int, mean_length: float) -> dict[str, float]:
     """Were groups to count by what selected them; see `selection`. Not beside redraws, which are
     another answer to the same."""
     if mode.redraws:
         return {}
-    found = weighed(done, mode.drift)
+    found = weighed(done, mode.drift, cap)
     return {
         "weighed_length_ratio": round(found.mean_length / mean_length, 4),
-        "dropped_share": round(found.dropped_share, 4),
+        "zero_weight_share": round(found.zero_weight_share, 4),
         "effective_group_share": round(found.effective_share, 4),
     }
 

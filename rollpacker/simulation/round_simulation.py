@@ -104,7 +104,7 @@ class RoundSimulation:
         self.finished_responses = 0
         self.launched_responses = len(draws) * planned.response_count
         self._launchables = launchables
-        self._attempts = {  # whose lengths are not its last ones, by response
+        self._attempts = {  # tokens of those still to come before the last one, by response
             (draw, index): list(tokens)
             for draw, known in launchables.items()
             for index, tokens in known.attempts.items()

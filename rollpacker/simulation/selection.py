@@ -8,13 +8,14 @@ before it is past its older cut, the older one is left out.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollpacker.policy.selection_weights import Relaunch, selection_weight
 from rollpacker.simulation.scenario import Drift, TokenDrift
 from rollpacker.simulation.simulator import StepTrace
-from rollpacker.types import DrawId
+from rollpacker.types import Draw, DrawId
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,48 +32,44 @@ class Weighed:
     """A run in numbers."""
 
     mean_length: float  # of a response, in tokens
-    dropped_share: float  # of the groups: those with weight 0
+    zero_weight_share: float  # of the groups: those with weight 0
     effective_share: float  # groups of weight 1 that would say as much, of all
 
 
-def weighed_groups(steps: Sequence[StepTrace], drift: Drift | TokenDrift) -> list[WeighedGroup]:
-    """The trained groups of a run from its first step on, in order."""
-    lost: dict[DrawId, int] = {}  # tokens than which it had more when it lost its last race
-    first: dict[DrawId, int] = {}  # step of the first launch
-    relaunches: dict[DrawId, list[Relaunch]] = {}
+def weighed_groups(
+    steps: Sequence[StepTrace], drift: Drift | TokenDrift, cap: int
+) -> list[WeighedGroup]:
+    """The trained groups of a run from its first step on, in order; `cap`: of a response."""
+    lost: dict[DrawId, tuple[Draw, int]] = {}  # with the cut of the last race
+    relaunches: dict[DrawId, list[Relaunch]] = defaultdict(list)
     found: list[WeighedGroup] = []
     for step in steps:
         finish = step.round.finish
         assert finish is not None
-
-        def came_again(
-            draw: DrawId, lengths: Sequence[int], ended: bool, now: int = step.step
-        ) -> None:
-            cut = lost.pop(draw, None)
-            if cut is None or not (ended or max(lengths) > cut):  # else: cut before it was known
-                return
-            unchanged = drift.unchanged(now - first[draw])
-            relaunches.setdefault(draw, []).append(Relaunch(cut, tuple(lengths), unchanged))
-
-        for draw, lengths in step.round.emitted:
-            came_again(draw, lengths, True)
-            weight = selection_weight(relaunches.pop(draw, ()))
-            found.append(WeighedGroup(draw, lengths, weight))
+        for id_, lengths in step.round.emitted:
+            if id_ in lost:
+                draw, cut = lost.pop(id_)
+                unchanged = drift.unchanged(draw.age(step.step))
+                relaunches[id_].append(Relaunch(cut, lengths, unchanged))
+            weight = selection_weight(relaunches.pop(id_, ()))
+            found.append(WeighedGroup(id_, lengths, weight))
         for item in finish.deferred:
-            draw = item.draw.id
-            came_again(draw, item.response_tokens, False)
-            first[draw] = item.draw.first_step
-            cut = step.round.cut  # below 0: protected draws took all places
-            if cut is not None and cut >= 0:
-                # A complete one may have lost with just so many tokens, by its place.
-                was_complete = all(item.finished)
-                lost[draw] = min(cut, max(item.response_tokens) - 1) if was_complete else cut
+            draw, tokens = item.draw, item.response_tokens
+            if draw.id in lost:
+                _, cut = lost.pop(draw.id)
+                if max(tokens) > cut:
+                    unchanged = drift.unchanged(draw.age(step.step))
+                    relaunches[draw.id].append(Relaunch(cut, tokens, unchanged))
+            now = step.round.cut
+            if now is not None and now >= 0:  # below 0: protected draws took all places
+                # With just so many tokens it lost by its place; nothing is longer than the cap.
+                lost[draw.id] = draw, min(now - (max(tokens) == now), cap - 1)
     return found
 
 
-def weighed(steps: Sequence[StepTrace], drift: Drift | TokenDrift) -> Weighed:
+def weighed(steps: Sequence[StepTrace], drift: Drift | TokenDrift, cap: int) -> Weighed:
     """See the top of the file."""
-    groups = weighed_groups(steps, drift)
+    groups = weighed_groups(steps, drift, cap)
     total = sum(group.weight for group in groups)
     tokens = sum(group.weight * sum(group.lengths) for group in groups)
     return Weighed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +45,9 @@ def test_only_what_was_cut_and_is_no_longer_than_it_was_is_drawn_again() -> None
     st.integers(0, 4),
     st.randoms(use_true_random=False),
 )
-def test_attempts_end_with_the_first_long_one(rows, most, random) -> None:  # noqa: ANN001
+def test_attempts_end_with_the_first_long_one(
+    rows: list[tuple[int, int, bool]], most: int, random: Random
+) -> None:
     lengths, had, finished = zip(*rows, strict=True)
     again = [[random.randint(1, 99) for _ in rows] for _ in range(most)]
     last, before = redrawn(lengths, deferred(had, finished), most, lambda n: again[n - 1])

@@ -16,12 +16,8 @@ from rollpacker.simulation.workload import WorkloadRules
 PARAMETERS = load_parameters()
 MODEL = dataclasses.replace(MODELS["7B"], gpus=4)
 BY_NAME = {idea.name: idea for idea in IDEAS}
-BIASED = (
-    "small_groups",
-    "first_8_of_10",
-    "redraw_once",
-    "redraw_twice",
-)  # they train other responses
+# They train other responses.
+BIASED = ("small_groups", "first_8_of_10", "redraw_once", "redraw_twice")
 SAME_WINNERS = [name for name in BY_NAME if name not in (*BIASED, "fill_in")]
 
 
