@@ -229,6 +229,7 @@ class PromptGroup:
     responses: tuple[ScoredResponse, ...]  # in order of index
     weight_version: int
     race_key: int  # longest response, in tokens
+    selection_weight: float = 1.0  # how much it counts in the loss; 0: it is not trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,7 @@ def prompt_group_to_proto(group: types.PromptGroup) -> types_pb2.PromptGroup:
         responses=[scored_response_to_proto(response) for response in group.responses],
         weight_version=group.weight_version,
         race_key=group.race_key,
+        selection_weight=group.selection_weight,
     )
 
 
@@ -244,6 +245,7 @@ def prompt_group_from_proto(group: types_pb2.PromptGroup) -> types.PromptGroup:
         responses=tuple(scored_response_from_proto(scored) for scored in group.responses),
         weight_version=group.weight_version,
         race_key=group.race_key,
+        selection_weight=group.selection_weight if group.HasField("selection_weight") else 1.0,
     )
 
 

@@ -503,6 +503,7 @@ class PromptGroup(_message.Message):
     RESPONSES_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     RACE_KEY_FIELD_NUMBER: _builtins.int
+    SELECTION_WEIGHT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run it belongs to."""
     step: _builtins.int
@@ -511,6 +512,10 @@ class PromptGroup(_message.Message):
     """Weights that sampled every response of the group."""
     race_key: _builtins.int
     """What the group was raced by: its longest response in tokens."""
+    selection_weight: _builtins.float
+    """How much the group counts in the loss, at least 0, so that deferral does not select by length;
+    with 0 it is not trained. Absent: 1.
+    """
     @_builtins.property
     def draw(self) -> Global___Draw:
         """The draw."""
@@ -533,11 +538,14 @@ class PromptGroup(_message.Message):
         responses: _abc.Iterable[Global___ScoredResponse] | None = ...,
         weight_version: _builtins.int = ...,
         race_key: _builtins.int = ...,
+        selection_weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_selection_weight", b"_selection_weight", "draw", b"draw", "selection_weight", b"selection_weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "prompt_token_ids", b"prompt_token_ids", "race_key", b"race_key", "responses", b"responses", "run_id", b"run_id", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_selection_weight", b"_selection_weight", "draw", b"draw", "prompt_token_ids", b"prompt_token_ids", "race_key", b"race_key", "responses", b"responses", "run_id", b"run_id", "selection_weight", b"selection_weight", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__selection_weight: _TypeAlias = _typing.Literal["selection_weight"]  # noqa: Y015
+    _WhichOneofArgType__selection_weight: _TypeAlias = _typing.Literal["_selection_weight", b"_selection_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__selection_weight) -> _WhichOneofReturnType__selection_weight | None: ...
 
 Global___PromptGroup: _TypeAlias = PromptGroup  # noqa: Y015

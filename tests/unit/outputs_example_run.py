@@ -117,6 +117,7 @@ class ExampleRun:
             responses=tuple(replace(one, advantage=(one.reward or 0.0) - mean) for one in scored),
             weight_version=self.step,
             race_key=max(len(one.response.token_ids) for one in scored),
+            selection_weight=1.0 + 0.25 * draw.level,
         )
 
     def _response(self, draw: Draw, index: int, typical: float) -> ScoredResponse:

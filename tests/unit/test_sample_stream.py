@@ -10,7 +10,7 @@ from rollpacker.types import Draw, PromptGroup
 
 def group(number: int) -> PromptGroup:
     draw = Draw(0, f"p{number}", (number,))
-    return PromptGroup("demo", 3, draw, (1, 2), (), weight_version=3, race_key=number)
+    return PromptGroup("demo", 3, draw, (1, 2), (), 3, race_key=number, selection_weight=1.25)
 
 
 async def test_every_group_is_read_once_in_the_order_of_the_stream(redis_client: Redis) -> None:

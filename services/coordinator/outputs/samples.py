@@ -64,7 +64,11 @@ def group_to_lines(group: PromptGroup) -> list[str]:
             "first_step": group.draw.first_step,
             "seeds": group.draw.seeds,
         },
-        "group": {"weight_version": group.weight_version, "race_key": group.race_key},
+        "group": {
+            "weight_version": group.weight_version,
+            "race_key": group.race_key,
+            "selection_weight": group.selection_weight,
+        },
     }
     prompt = {"prompt_token_ids": group.prompt_token_ids}
     if not group.responses:
@@ -125,6 +129,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> PromptGroup:
         responses=tuple(_scored(row) for row in rows if row["index"] is not None),
         weight_version=first["group"]["weight_version"],
         race_key=first["group"]["race_key"],
+        selection_weight=first["group"].get("selection_weight", 1.0),  # older: all counted 1
     )
 
 
