@@ -83,6 +83,12 @@ class TailBatchingSettings(Section):
         description="devices of an engine in the rounds of each level, 0 first, the last one for"
         " all above; mode auto begins with them; a launched SGLang only; default: one size",
     )
+    selection_weights: bool | None = Field(
+        None,
+        description="let a group that was deferred count by how likely such a one is to stay long"
+        " when it is launched again, and 0 if it has turned short, so that deferral does not select"
+        " by length; modes exact and auto; default: on in mode auto, else off",
+    )
     rebalance: bool | None = Field(
         None,
         description="let a replica without work take over a group of one that has several, and its"
@@ -156,6 +162,11 @@ class TailBatchingSettings(Section):
                 "response_speculation_factor: above 1 it drops long responses, which only mode"
                 f" paper does; mode is {self.mode}"
             )
+        if self.selection_weights and self.mode not in ("exact", "auto"):
+            raise ValueError(
+                f"selection_weights: true with mode {self.mode}, where no deferral goes by length;"
+                " use mode exact or auto, or leave it out"
+            )
         return self
 
     @property
@@ -171,6 +182,11 @@ class TailBatchingSettings(Section):
     def resolved_rebalance(self) -> bool:
         """Whether idle replicas take groups over."""
         return self.mode == "auto" if self.rebalance is None else self.rebalance
+
+    @property
+    def resolved_selection_weights(self) -> bool:
+        """Whether groups count by what deferral selects."""
+        return self.mode == "auto" if self.selection_weights is None else self.selection_weights
 
     @property
     def resolved_speculation_factors(self) -> tuple[float, ...]:

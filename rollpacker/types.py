@@ -107,12 +107,22 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class LostRace:
+    """What is known of a draw's length by the races that it has lost."""
+
+    cut: int  # tokens; the longest response of its group had more
+    step: int  # of the launch that had
+    weight: float = 1.0  # of the races before (rollpacker/policy/selection_weights.py)
+
+
+@dataclass(frozen=True, slots=True)
 class DeferredDraw:
     """A draw in the long-prompt queue, with how far its responses were when it lost the race."""
 
     draw: Draw
     response_tokens: tuple[int, ...]  # so far, in order of index
     finished: tuple[bool, ...]  # whether the response had ended by itself
+    lost: LostRace | None = None  # None: nothing that groups are weighed by
 
 
 @dataclass(frozen=True, slots=True)

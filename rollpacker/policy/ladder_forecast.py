@@ -16,6 +16,10 @@ Levels differ in what limits them: the last ones hold few and long responses, wh
 the first ones many short ones, which want many replicas. So each level may have a tensor-parallel
 size of its own; which groups its rounds keep is the same at any size, only their time differs. A
 round of another size than the one before it waits for the engines to be resized.
+
+Where groups count by what deferral selects (`selection_weights`), lengths are those of groups as
+they count, and tokens those of so many groups as would say as much if all counted 1: of a level,
+the share that stays longer than the cut of the one before it.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ from rollpacker.policy.reward_forecast import GraderMeasure, scored_seconds
 # Standard normal numbers, equally likely cases of what varies between rounds. Where a level keeps
 # about as many groups as end by themselves, a case is a whole round to the cap: so many of them.
 _CASES = tuple(NormalDist().inv_cdf((n + 0.5) / 32) for n in range(32))
+# What selection weights leave of a missing length: simulated 0.0 to 0.35 (docs/decisions/0044).
+_LEFT_MISSING = 0.25
 
 
 def _always(updates: float, tokens: float) -> float:  # noqa: ARG001
@@ -65,6 +71,7 @@ class PlannerRules:
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
     largest_size: int = 0  # 0: engines keep their own
+    selection_weights: bool = False  # groups count by what deferral selects
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +82,10 @@ class Forecast:
     sizes: tuple[int, ...]  # tensor-parallel size of the engines, by level
     rollout_seconds: float  # mean over its rounds, with their rewards and the resizes between them
     decode_seconds: float  # of these, while tokens are decoded
-    length_ratio: float  # trained mean over uncensored mean
+    length_ratio: float  # trained mean over uncensored mean; of groups as they count
     max_age: float  # steps
     step_seconds: float  # of a whole step
-    tokens_per_second: float  # trained, over whole steps
+    tokens_per_second: float  # trained, over whole steps; of groups that say as much as all do
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,7 @@ class LevelRound:
     factor: float  # eta; 1: nobody loses
     oldest: float  # steps, the greatest age of what it launches
     pool: Pool
+    stays: float  # of what it launches, what is longer than the cut of the level before
     start: float  # tokens that come from drafts
     ends: tuple[float, ...]  # tokens of the longest response that it needs, equally likely cases
 
@@ -119,7 +127,7 @@ def level_rounds(
     first = pool  # of these, as at the first launch
     found: list[LevelRound] = []
     before: Sequence[float] = (1.0,) * len(law.bins)  # unchanged up to the keys of each bin
-    reached, behind = 0.0, 1.0  # `behind`: of all groups, those that get there
+    reached, behind, stays = 0.0, 1.0, 1.0  # `behind`: of all groups, those that get there
     all_ages = level_ages(factors, rules.prompts_per_step)
     for rate, factor, ages in zip(rates, (*factors, 1.0), all_ages, strict=True):
         if found:
@@ -127,12 +135,15 @@ def level_rounds(
                 sum(share * rules.unchanged(age, item.last_key) for age, share in ages.items())
                 for item in law.bins
             ]
+            above = _race(pool, 1.0 / found[-1].factor)[1]
+            cut = [lost / all_ if all_ else 0.0 for lost, all_ in zip(above, pool, strict=True)]
             pool, first = _again(law, pool, first, 1.0 / found[-1].factor, before, after)
+            stays = sum(mass * part for mass, part in zip(pool, cut, strict=True))
             before = after
             behind *= 1.0 - 1.0 / found[-1].factor
         ends = _ends(rules, law, pool, factor, behind)
         start = _mean(rules.acceptance, ages) * reached
-        found.append(LevelRound(rate / total, factor, max(ages), pool, start, ends))
+        found.append(LevelRound(rate / total, factor, max(ages), pool, stays, start, ends))
         reached = median(ends)
     return found
 
@@ -174,17 +185,31 @@ def forecast(
     tokens = sum(  # of a trained group
         item.rate * _mean_tokens(law, pool) for item, pool in zip(rounds, kept, strict=True)
     )
+    ratio, effective = tokens / law.tokens(0.0, 1.0), 1.0
+    if rules.selection_weights:
+        ratio = 1.0 + _LEFT_MISSING * (ratio - 1.0)
+        effective = _effective_share(rounds)
     step_seconds = rollout_seconds + engines[best[0]].other_seconds
     return Forecast(
         factors,
         best,
         rollout_seconds,
         decode_seconds,
-        tokens / law.tokens(0.0, 1.0),
+        ratio,
         max(item.oldest for item in rounds),
         step_seconds,
-        tokens * rules.prompts_per_step / step_seconds,
+        ratio * law.tokens(0.0, 1.0) * effective * rules.prompts_per_step / step_seconds,
     )
+
+
+def _effective_share(rounds: Sequence[LevelRound]) -> float:
+    """Groups of weight 1 that would say as much, of all: as if those that stay at a level counted
+    the same, the inverse of their share."""
+    squares, weight = 0.0, 1.0
+    for item in rounds:
+        weight /= item.stays
+        squares += item.rate * weight  # a share 1 / weight of them counts
+    return 1.0 / squares
 
 
 def _race(pool: Pool, share: float) -> tuple[Pool, Pool]:

@@ -22,6 +22,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from rollpacker.policy.engine_memory import (
@@ -39,7 +40,8 @@ from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
 from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
 from rollpacker.policy.reward_forecast import GraderMeasure
 from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
-from rollpacker.types import DeferredDraw, DrawId, RoundKind
+from rollpacker.policy.selection_weights import Selection
+from rollpacker.types import DeferredDraw, DrawId, LostRace, RoundKind
 
 STEPS_SEEN = 16  # the last ones, by which a choice falls due, and what no ladder changes is known
 _EVERY_STEPS = 4  # between two choices, where long rounds do not say when
@@ -109,6 +111,12 @@ class LadderMemory:
     # By age: how many were compared, and how many were the same.
     draft_tokens: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     graders: Mapping[str, SeenGrader] = field(default_factory=dict)  # by kind
+
+
+def selection_at(memory: LadderMemory, step: int, lost: Mapping[DrawId, LostRace]) -> Selection:
+    """By which a step's groups are weighed; `lost`: the races that the queue's draws have lost."""
+    whole = (group.response_tokens for group in memory.groups.values() if group.complete)
+    return Selection(step, lost, unchanged(memory.pairs), sorted(chain.from_iterable(whole)))
 
 
 def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:

@@ -34,10 +34,12 @@ def finish_round(
     groups: Mapping[DrawId, Group],
     emitted: Sequence[DrawId],
     place_holders: Set[DrawId],
+    cut: int | None,
     times: RoundTimes,
     at: float,
 ) -> FinishRound:
-    """`groups` are in launch order; `place_holders` have a place without racing for it."""
+    """`groups` are in launch order; `place_holders` have a place without racing for it; `cut`:
+    tokens of the last place that was raced for, None: none was."""
     flat = dropped_draws(rules, plan, groups, place_holders)
     lost = [
         group
@@ -53,6 +55,7 @@ def finish_round(
         race_wait_seconds=race_wait_seconds,
         flat=tuple(draw for draw in groups if draw in flat),
         cut_tokens=tuple(tokens for draw in emitted for tokens in groups[draw].cut_tokens),
+        cut=cut,
     )
 
 

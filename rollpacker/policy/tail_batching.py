@@ -59,6 +59,7 @@ class TailBatchingRules:
     max_replacements: int = 3  # times P0, at least 1: those new prompts of one round at most
     routing: Routing = Routing.LEAST_TOKENS
     tensor_parallel_sizes: tuple[int, ...] = ()  # of engines, by level, the last one for all above
+    selection_weights: bool = False  # groups count by what deferral selects
 
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1 or self.responses_per_prompt < 1:

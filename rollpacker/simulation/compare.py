@@ -97,7 +97,7 @@ SCHEDULES = {"plain": PLAIN, "rebalance": REBALANCED, "rebalance, idle": TRAININ
 def modes() -> tuple[Mode, ...]:
     """Every mode, the baseline first."""
     exact = {1: ladder(1.5), 2: ladder(1.75, 2.0), 3: ladder(2.0, 2.0, 2.0)}
-    start = ladder(*AUTO_START)
+    start = dataclasses.replace(ladder(*AUTO_START), selection_weights=True)
     return (
         Mode("synchronous", SYNCHRONOUS, FROZEN, "frozen", "none"),
         Mode("overlap", OVERLAP, FROZEN, "frozen", "none"),
@@ -315,16 +315,16 @@ def _scenario(
             "sizes": mode.sizes,
             "redraws": mode.redraws,
             **_measures(done, base, uncensored),
-            **_weighed(done, mode, rules.cap, uncensored / (width * len(workload.first_lengths))),
+            **_weighed(done, mode, uncensored / (width * len(workload.first_lengths))),
         }
 
 
-def _weighed(done: list[StepTrace], mode: Mode, cap: int, mean_length: float) -> dict[str, float]:
-    """Were groups to count by what selected them; see `selection`. Not beside redraws, which are
+def _weighed(done: list[StepTrace], mode: Mode, mean_length: float) -> dict[str, float]:
+    """With groups counted by what selected them; see `selection`. Not beside redraws, which are
     another answer to the same."""
     if mode.redraws:
         return {}
-    found = weighed(done, mode.drift, cap)
+    found = weighed(done)
     return {
         "weighed_length_ratio": round(found.mean_length / mean_length, 4),
         "zero_weight_share": round(found.zero_weight_share, 4),

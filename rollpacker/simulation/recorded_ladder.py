@@ -105,6 +105,7 @@ def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> Pl
         rules.max_deferral_age,
         smallest_size=tail.get("tensor_parallel_size", 1),
         largest_size=tail.get("max_tensor_parallel_size", 0),
+        selection_weights=rules.selection_weights,
     )
 
 

@@ -151,7 +151,6 @@ class RoundSimulation:
                     continue
                 self._replica_event(name)
             self._plan_events()
-        self.trace.cut = self.round.deciding_tokens
         return self.trace
 
     def _join(self) -> None:

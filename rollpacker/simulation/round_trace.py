@@ -36,7 +36,6 @@ class RoundTrace:
     start: float
     end: float = 0.0  # FinishRound: all that is kept has been emitted
     finish: FinishRound | None = None
-    cut: int | None = None  # tokens from which on a group lost; None: no race in tokens
     trained_tokens: int = 0
     emitted: list[tuple[DrawId, tuple[int, ...]]] = field(default_factory=list)  # with lengths
     spans: list[tuple[float, float]] = field(default_factory=list)  # of each replica's work

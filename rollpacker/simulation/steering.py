@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rollpacker.policy.engine_memory import EnginesSeen
+from rollpacker.policy.engine_meter import EngineMeter
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     STEPS_SEEN,
@@ -82,8 +83,8 @@ def round_seen(step: StepTrace) -> RoundSeen:
     """What a run remembers of a simulated round."""
     trace = step.round
     assert trace.finish is not None
-    assert trace.meter is not None
-    engines = EnginesSeen.of(trace.meter, step.tensor_parallel_size, step.refit_seconds)
+    meter = trace.meter or EngineMeter(0.0)  # without one nothing is known of engines
+    engines = EnginesSeen.of(meter, step.tensor_parallel_size, step.refit_seconds)
     return RoundSeen(
         step.step,
         [
@@ -94,7 +95,7 @@ def round_seen(step: StepTrace) -> RoundSeen:
         dataclasses.replace(
             engines, kv_capacity=step.kv_capacity, weight_kv_tokens=step.weight_kv_tokens
         ),
-        trace.meter.moved,
+        meter.moved,
         trace.rewards,
     )
 
@@ -113,4 +114,5 @@ def planner_rules(
         rules.max_deferral_age,
         smallest_size=smallest_size,
         largest_size=largest_size,
+        selection_weights=rules.selection_weights,
     )

@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
+from rollpacker.types import DeferredDraw, Draw, LostRace, RoundKind, StepRecord
 
 # 2: a run remembers its rounds for mode auto (`ladder_memory`); one of layout 1 remembers none yet.
 # 3: and its engines by their size; one of layout 2 does not know whose speed it has.
 # 4: and what is known of first launches; one of layout 3 goes on as if all came out as they were.
 #    Mode auto begins with another ladder: one of layout 3 keeps its own until it chooses.
 # 5: and which graders its groups have, and what a reward costs; one of layout 4 does not know yet.
-LAYOUT_VERSION = 5
+# 6: and which races its deferred draws have lost; one of layout 5 counts them 1.
+LAYOUT_VERSION = 6
 _OLD_START = {"deferral_levels": 3, "speculation_factors": [2.0, 2.0, 2.0]}  # below layout 4
-READABLE_LAYOUTS = (1, 2, 3, 4, 5)
+READABLE_LAYOUTS = (1, 2, 3, 4, 5, 6)
 READABLE = ", ".join(map(str, READABLE_LAYOUTS))  # in messages
 
 
@@ -42,6 +43,8 @@ class Totals:
     trained_by_domain: Mapping[str, int] = field(default_factory=dict)  # domain -> groups
     # What the bias meter knows of first launches (rollpacker/policy/first_lengths.py).
     first_lengths: Mapping[str, Any] = field(default_factory=dict)
+    # Of the trained groups as they count (rollpacker/policy/selection_weights.py).
+    weighed: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +126,17 @@ def draw_from_json(values: Mapping[str, Any]) -> Draw:
 
 
 def deferred_to_json(deferred: DeferredDraw) -> dict[str, Any]:
-    return {**_values(deferred), "draw": draw_to_json(deferred.draw)}
+    lost = None if deferred.lost is None else _values(deferred.lost)
+    return {**_values(deferred), "draw": draw_to_json(deferred.draw), "lost": lost}
 
 
 def deferred_from_json(values: Mapping[str, Any]) -> DeferredDraw:
+    lost = values.get("lost")
     return DeferredDraw(
         draw=draw_from_json(values["draw"]),
         response_tokens=tuple(values["response_tokens"]),
         finished=tuple(values["finished"]),
+        lost=None if lost is None else LostRace(**lost),
     )
 
 
@@ -160,6 +166,8 @@ def state_from_json(text: str | bytes) -> RunState:
     totals = values.pop("totals")
     trained = _by_length(totals.pop("trained_lengths"))
     cut = _by_length(totals.pop("cut_lengths", {}))
+    if layout < 6 and trained:
+        totals["weighed"] = _counted_1(totals["trained_groups"], trained)
     deferred = tuple(deferred_from_json(item) for item in values.pop("deferred"))
     dropped = tuple(
         DroppedDraw(**{**item, "item": deferred_from_json(item["item"])})
@@ -183,6 +191,14 @@ def _with_old_start(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**updated, "tail_batching": {**updated.get("tail_batching", {}), **_OLD_START}}
 
 
+def _counted_1(groups: int, lengths: Mapping[int, int]) -> dict[str, float]:
+    """The weighed sums of a run whose trained groups all counted 1."""
+    responses = sum(lengths.values())
+    tokens = sum(length * count for length, count in lengths.items())
+    sums = {"groups": groups, "weights": groups, "squared_weights": groups}
+    return {**sums, "responses": responses, "tokens": tokens}
+
+
 def _values(item: object) -> dict[str, Any]:
     """The fields of a dataclass as they are: `asdict` looks into every number of a large state."""
     return {name: getattr(item, name) for name in _FIELDS[type(item)]}
@@ -190,7 +206,7 @@ def _values(item: object) -> dict[str, Any]:
 
 _FIELDS: Mapping[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind))
-    for kind in (Draw, DeferredDraw, DroppedDraw, RunState, StepRecord, Totals)
+    for kind in (Draw, DeferredDraw, DroppedDraw, LostRace, RunState, StepRecord, Totals)
 }
 
 

@@ -36,6 +36,7 @@ UPDATABLE = (
     "tail_batching.carry_over_max_tokens",
     "tail_batching.deferral_levels",
     "tail_batching.max_deferral_age",
+    "tail_batching.selection_weights",
     "tail_batching.speculation_factors",
     "tail_batching.tensor_parallel_sizes",
     "trainer.learning_rate",

@@ -31,6 +31,8 @@ def prompt_group(
         _scored(collected[command.draw, index], advantage)
         for index, advantage in zip(command.indices, command.advantages, strict=True)
     ]
+    lengths = [len(item.response.token_ids) for item in scored]
+    selection = context.selection
     return PromptGroup(
         run_id=context.run_id,
         step=context.step,
@@ -38,7 +40,8 @@ def prompt_group(
         prompt_token_ids=context.prompts[command.draw].token_ids,
         responses=tuple(scored),
         weight_version=context.weight_version,
-        race_key=max(len(item.response.token_ids) for item in scored),
+        race_key=max(lengths),
+        selection_weight=selection.weight(command.draw, lengths) if selection else 1.0,
     )
 
 

@@ -1,4 +1,5 @@
 """Mode `auto` of a live run: what its rounds leave in its memory, and when a ladder is chosen.
+Selection weights go by the same memory, in any mode that has them.
 
 The memory and the choice are those of `rollpacker.policy.ladder_memory`, as in the simulator. The
 memory is part of the run's state: a round adds to it in the outcome of its step, so a crash, a
@@ -23,7 +24,10 @@ from rollpacker.policy.ladder_memory import (
     next_ladder,
     other_seconds,
     remembered,
+    selection_at,
 )
+from rollpacker.policy.selection_weights import Selection
+from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.settings import RunSettings
 from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.store.run_store import RunStore
@@ -61,11 +65,20 @@ def planner_rules(settings: RunSettings) -> PlannerRules:
         tail.max_deferral_age,
         smallest_size=tail.tensor_parallel_size,
         largest_size=tail.max_tensor_parallel_size,
+        selection_weights=tail.resolved_selection_weights,
     )
 
 
+def selection_of(state: RunState, rules: TailBatchingRules) -> Selection | None:
+    """What the groups of the open step are weighed by; None: all count 1."""
+    if not rules.selection_weights:
+        return None
+    lost = {item.draw.id: item.lost for item in state.deferred if item.lost is not None}
+    return selection_at(memory_from_json(state.ladder_memory), state.step, lost)
+
+
 def memory_after(state: RunState, result: RoundResult) -> Mapping[str, Any]:
-    """The run's memory with the round of its open step; as it was in the other modes."""
+    """The run's memory with the round of its open step; as it was where nothing goes by it."""
     meter = result.meter
     if meter is None:
         return state.ladder_memory

@@ -23,6 +23,7 @@ def tail_batching_rules(settings: RunSettings) -> TailBatchingRules:
         advantages=advantage_rules(settings),
         dynamic_sampling=tail.dynamic_sampling,
         tensor_parallel_sizes=tail.resolved_tensor_parallel_sizes,
+        selection_weights=tail.resolved_selection_weights,
     )
 
 

@@ -10,7 +10,7 @@ from rollpacker.policy.tail_batching import RoundPlan, TailBatchingRules
 from rollpacker.store.records import RunState, StepOutcome
 from rollpacker.types import DeferredDraw, StepRecord, StepResult
 from services.coordinator.domains import DomainOf, add_domains, domain_metrics
-from services.coordinator.ladder_planning import memory_after
+from services.coordinator.ladder_planning import memory_after, selection_of
 from services.coordinator.round_result import RoundResult
 from services.coordinator.step_metrics import (
     carry_over_metrics,
@@ -44,7 +44,7 @@ def round_outcome(
         weight_version=state.weight_version + 1,
         weights_uri="",
         long_round=False,
-        deferred=_next_queue(state, planned, finish),
+        deferred=_next_queue(state, rules, planned, finish),
         totals=add_domains(next_totals(state, groups, finish), groups, domain_of),
         ladder_memory=memory_after(state, result),
     )
@@ -96,9 +96,11 @@ def finished_record(
 
 
 def _next_queue(
-    state: RunState, planned: RoundPlan, finish: FinishRound
+    state: RunState, rules: TailBatchingRules, planned: RoundPlan, finish: FinishRound
 ) -> tuple[DeferredDraw, ...]:
     """The queue after a round: what it did not take, then what it deferred; by level."""
     taken = {draw.id for draw in planned.queued}
     queue = [item for item in state.deferred if item.draw.id not in taken]
-    return tuple(sorted([*queue, *finish.deferred], key=lambda item: item.draw.level))
+    selection = selection_of(state, rules)
+    deferred = selection.after_race(finish.deferred, finish.cut) if selection else finish.deferred
+    return tuple(sorted([*queue, *deferred], key=lambda item: item.draw.level))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollpacker import wire
 from rollpacker.data.tokenizer import TextTokenizer
+from rollpacker.policy.selection_weights import Selection
 from rollpacker.types import (
     Draft,
     Draw,
@@ -38,6 +39,7 @@ class RoundContext:
     tokenizer: TextTokenizer
     drafts: Mapping[DrawId, Sequence[Draft]] = field(default_factory=dict)  # of queued draws
     carry_over_max_tokens: int = 0  # per response, for the drafts that losers leave; 0: none
+    selection: Selection | None = None  # by which groups are weighed; None: all count 1
 
 
 def group_request(

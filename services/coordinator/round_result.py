@@ -32,4 +32,4 @@ class RoundResult:
     released: tuple[float, ...] = ()  # for each released replica, seconds until the end
     moved_groups: int = 0  # that an idle replica took over
     rewards: RewardsSeen = field(default_factory=RewardsSeen)
-    meter: EngineMeter | None = None  # of the engines' speed, where mode auto plans with it
+    meter: EngineMeter | None = None  # of the engines' speed, where the run remembers its rounds

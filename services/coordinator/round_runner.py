@@ -21,6 +21,7 @@ from rollpacker.store.sample_stream import SampleStream
 from rollpacker.types import EngineSpec, PromptGroup, SamplingParameters
 from services.coordinator.command_runner import CommandRunner
 from services.coordinator.expected_lengths import expected_tokens
+from services.coordinator.ladder_planning import selection_of
 from services.coordinator.parallelism import ParallelismPlanner, ServedCounts
 from services.coordinator.progress import RoundProgress
 from services.coordinator.replicas import ReplicaSet
@@ -92,8 +93,8 @@ class RoundRunner:
             self._rules, planned, tuple(launched), expected, prompt_tokens, cap
         )
         log = RoundLog(arguments)
-        plans = self._settings.tail_batching.mode == "auto"
-        meter = EngineMeter(prompt_tokens) if plans else None
+        remembers = self._settings.tail_batching.mode == "auto" or self._rules.selection_weights
+        meter = EngineMeter(prompt_tokens) if remembers else None
         runner = CommandRunner(
             arguments.make(),
             context,
@@ -137,6 +138,7 @@ class RoundRunner:
             tokenizer=self._context.data.tokenizer,
             drafts=await self._drafts.load([draw.id for draw in planned.queued]),
             carry_over_max_tokens=tail.carry_over_max_tokens if self._rules.keeps_seeds else 0,
+            selection=selection_of(state, self._rules),
         )
 
     def _spec(self, state: RunState, planned: RoundPlan) -> EngineSpec:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rollpacker.policy.bias_meter import BiasMeter
 from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.selection_weights import WeighedSums
 from rollpacker.policy.tail_batching import RoundPlan
 from rollpacker.store.records import RunState, Totals
 from rollpacker.types import FinishReason, PromptGroup, Response, RoundKind
@@ -27,6 +28,10 @@ def next_totals(state: RunState, groups: Sequence[PromptGroup], finish: FinishRo
         for group in groups
     }
     meter.add_round(state.deferred, lengths, finish)
+    weighed = _weighed(totals)
+    for group in groups:
+        own = lengths[group.draw.id]
+        weighed = weighed.plus(group.selection_weight, list(own.values()))
     return dataclasses.replace(
         totals,
         trained_tokens=totals.trained_tokens + sum(sum(own.values()) for own in lengths.values()),
@@ -36,6 +41,7 @@ def next_totals(state: RunState, groups: Sequence[PromptGroup], finish: FinishRo
         trained_lengths=dict(meter.trained_lengths),
         cut_lengths=dict(meter.cut_lengths),
         first_lengths=meter.first_lengths,
+        weighed=dataclasses.asdict(weighed),
     )
 
 
@@ -48,6 +54,8 @@ def round_metrics(
         **_length_metrics(groups),
         **_tail_metrics(plan, finish, after),
         **_bias_metrics(after),
+        "selection/zero_weight_groups": float(sum(not g.selection_weight for g in groups)),
+        "selection/largest_weight": max((g.selection_weight for g in groups), default=0.0),
         "timing_s/rollout": finish.rollout_seconds,
     }
 
@@ -162,14 +170,22 @@ def _tail_metrics(plan: RoundPlan, finish: FinishRound, after: RunState) -> dict
 def _bias_metrics(after: RunState) -> dict[str, float]:
     bias = _meter(after.totals).read(after.deferred)
     generated, trained = after.totals.generated_tokens, after.totals.trained_tokens
+    weighed = _weighed(after.totals)
+    weighed_ratio = weighed.mean_length / bias.uncensored_mean if bias.uncensored_mean else 1.0
     return {
         "bias/trained_mean": bias.trained_mean,
         "bias/uncensored_mean": bias.uncensored_mean,
         "bias/ratio": bias.ratio,
+        "bias/weighed_ratio": weighed_ratio,
+        "selection/effective_share": weighed.effective_share,
         "bias/shorter_again_share": bias.shorter_again_share,
         "perf/generated_tokens": float(generated),
         "perf/waste": generated / trained if trained else 0.0,
     }
+
+
+def _weighed(totals: Totals) -> WeighedSums:
+    return WeighedSums(**totals.weighed)
 
 
 def _meter(totals: Totals) -> BiasMeter:

@@ -48,7 +48,7 @@ def test_weighed_lengths_are_nearer_to_those_that_nobody_selects(
     for seed in range(6):
         steps, mean = run(drift, *factors, seed=seed)
         plain += sum(s.trained_tokens for s in steps) / (STEPS * PROMPTS * RESPONSES)
-        weighed_mean += weighed(steps, drift, CAP).mean_length
+        weighed_mean += weighed(steps).mean_length
         wanted += mean
     assert plain < 0.985 * wanted
     assert abs(weighed_mean / wanted - 1.0) < 0.65 * abs(plain / wanted - 1.0)
@@ -56,7 +56,7 @@ def test_weighed_lengths_are_nearer_to_those_that_nobody_selects(
 
 def test_every_trained_group_has_its_weight_and_only_deferred_ones_another_than_1() -> None:
     steps, _ = run(MEASURED, 2.0, 2.0)
-    groups = weighed_groups(steps, MEASURED, CAP)
+    groups = list(weighed_groups(steps))
     assert [group.draw for group in groups] == [draw for step in steps for draw in step.trained]
     ages = [age for step in steps for age in step.ages]
     at_once = [group.weight for group, age in zip(groups, ages, strict=True) if age == 0]
@@ -64,25 +64,25 @@ def test_every_trained_group_has_its_weight_and_only_deferred_ones_another_than_
     deferred = [group.weight for group, age in zip(groups, ages, strict=True) if age > 0]
     assert 0.0 in deferred
     assert max(deferred) > 1.0
-    found = weighed(steps, MEASURED, CAP)
+    found = weighed(steps)
     assert found.zero_weight_share == deferred.count(0.0) / len(groups)
     assert 0.5 < found.effective_share < 1.0
 
 
 def test_weights_that_do_not_move_weigh_nothing() -> None:
     steps, _ = run(FROZEN, 2.0, 2.0)
-    assert {group.weight for group in weighed_groups(steps, FROZEN, CAP)} == {1.0}
+    assert {group.weight for group in weighed_groups(steps)} == {1.0}
 
 
 def test_a_group_that_lost_at_the_cap_by_its_place_counts() -> None:
     """Races that end at the cap: a group with as many tokens cannot have turned short."""
     steps, _ = run(MEASURED, 2.0, 2.0, 2.0, 2.0, 2.0)
-    assert CAP in [step.round.cut for step in steps]
-    weights = [g.weight for g in weighed_groups(steps, MEASURED, CAP) if max(g.lengths) == CAP]
+    assert CAP in [step.round.finish.cut for step in steps if step.round.finish]
+    weights = [g.weight for g in weighed_groups(steps) if max(g.lengths) == CAP]
     assert weights
     assert min(weights) >= 1.0
 
 
 def test_a_race_by_arrival_says_nothing_of_lengths() -> None:
     steps, _ = run(MEASURED, paper=True)
-    assert {group.weight for group in weighed_groups(steps, MEASURED, CAP)} == {1.0}
+    assert {group.weight for group in weighed_groups(steps)} == {1.0}

@@ -223,7 +223,7 @@ def with_another(name: str, data: bytes) -> Any:
         (with_another, "members are not those"),
         (
             in_manifest(layout_version=0),
-            "this version reads format 1 and layouts 1, 2, 3, 4, 5",
+            "this version reads format 1 and layouts 1, 2, 3, 4, 5, 6",
         ),
         (in_manifest(format=2), "format 2"),
         (in_manifest(run_id="../x"), "no run id"),
@@ -284,7 +284,7 @@ async def test_a_run_of_an_older_layout_is_refused_with_the_reason(
     text = json.loads(await redis_client.hget(keys.state(RUN), "state"))
     await redis_client.hset(keys.state(RUN), "state", json.dumps({**text, "layout_version": 0}))
     await store.set_status(FENCE, "stopped")
-    with pytest.raises(BackupError, match="layout 0, this version reads 1, 2, 3, 4, 5; finish"):
+    with pytest.raises(BackupError, match="layout 0, this version reads 1, 2, 3, 4, 5, 6; finish"):
         await back_up(redis_client, places, RUN, tmp_path / "a.tar")
 
 

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from rollpacker.policy.bias_meter import BiasMeter
 from rollpacker.policy.commands import FinishRound
+from rollpacker.policy.selection_weights import WeighedSums
 from rollpacker.store import keys
 from rollpacker.store.lease import CoordinatorLease
 from rollpacker.store.records import (
@@ -30,18 +31,18 @@ from rollpacker.store.run_store import (
     StepMismatchError,
     list_run_ids,
 )
-from rollpacker.types import DeferredDraw, Draw, RoundKind, StepRecord
+from rollpacker.types import DeferredDraw, Draw, LostRace, RoundKind, StepRecord
 
 DRAW = Draw(0, "p1", (2**63 - 1, 5), level=1, first_step=3)
 QUEUE = (
-    DeferredDraw(DRAW, (10, 20), (False, True)),
+    DeferredDraw(DRAW, (10, 20), (False, True), LostRace(9, 4, 1.25)),
     DeferredDraw(dataclasses.replace(DRAW, prompt_id="p2", level=2), (1, 2), (True, True)),
 )
 STATE = RunState("demo", {"seed": 1}, create_time=12.5)
 
 
 def after_step(state: RunState) -> RunState:
-    totals = Totals(trained_tokens=7, trained_lengths={3: 2, 9: 1})
+    totals = Totals(7, trained_groups=2, trained_lengths={3: 2, 9: 1}, weighed={"groups": 2.0})
     return dataclasses.replace(
         state, step=state.step + 1, weight_version=state.step + 1, deferred=QUEUE, totals=totals
     )
@@ -178,10 +179,36 @@ async def test_a_state_of_another_layout_is_refused_with_the_reason() -> None:
         state_from_json(text)
 
 
+def of_older_layout(values: dict[str, Any], layout: int) -> RunState:
+    """Read without what layout 6 has added."""
+    del values["totals"]["weighed"]
+    for item in values["deferred"]:
+        del item["lost"]
+    return state_from_json(json.dumps({**values, "layout_version": layout}))
+
+
+def with_groups_that_count_1(state: RunState) -> RunState:
+    totals = dataclasses.replace(
+        state.totals,
+        weighed={"groups": 2, "weights": 2, "squared_weights": 2, "responses": 3, "tokens": 15},
+    )
+    deferred = tuple(dataclasses.replace(item, lost=None) for item in state.deferred)
+    return dataclasses.replace(state, totals=totals, deferred=deferred)
+
+
+def test_a_run_of_layout_5_goes_on_with_groups_that_count_1() -> None:
+    state = after_step(STATE)
+    taken = of_older_layout(json.loads(state_to_json(state)), 5)
+    assert taken == with_groups_that_count_1(state)
+    sums = WeighedSums(**taken.totals.weighed)
+    assert (sums.mean_length, sums.effective_share) == (5.0, 1.0)
+
+
 def test_a_state_of_layout_1_is_taken_over() -> None:
-    values = json.loads(state_to_json(STATE))
+    state = after_step(STATE)
+    values = json.loads(state_to_json(state))
     del values["ladder_memory"]
-    assert state_from_json(json.dumps({**values, "layout_version": 1})) == STATE
+    assert of_older_layout(values, 1) == with_groups_that_count_1(state)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +239,8 @@ def test_a_state_of_layout_3_is_taken_over_and_its_meter_goes_on() -> None:
     state = after_step(STATE)
     values = json.loads(state_to_json(state))
     del values["totals"]["first_lengths"]
-    taken = state_from_json(json.dumps({**values, "layout_version": 3}))
-    assert taken == state
+    taken = of_older_layout(values, 3)
+    assert taken == with_groups_that_count_1(state)
     totals = taken.totals
     meter = BiasMeter(totals.trained_lengths, totals.cut_lengths, totals.first_lengths)
     assert meter.read(()).ratio == 1
