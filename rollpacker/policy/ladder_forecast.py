@@ -135,10 +135,9 @@ def level_rounds(
                 sum(share * rules.unchanged(age, item.last_key) for age, share in ages.items())
                 for item in law.bins
             ]
-            above = _race(pool, 1.0 / found[-1].factor)[1]
-            cut = [lost / all_ if all_ else 0.0 for lost, all_ in zip(above, pool, strict=True)]
+            lost = _race(pool, 1.0 / found[-1].factor)[1]
             pool, first = _again(law, pool, first, 1.0 / found[-1].factor, before, after)
-            stays = sum(mass * part for mass, part in zip(pool, cut, strict=True))
+            stays = sum(mass for mass, longer in zip(pool, lost, strict=True) if longer)
             before = after
             behind *= 1.0 - 1.0 / found[-1].factor
         ends = _ends(rules, law, pool, factor, behind)

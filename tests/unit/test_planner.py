@@ -85,6 +85,48 @@ def test_it_does_not_defer_what_would_come_out_shorter() -> None:
     assert chosen(drifting, groups(300, 0.05), (1.5,)).factors == ()
 
 
+def weighed(unchanged: float) -> PlannerRules:
+    """Groups count by what deferral selects; so likely a response is the same again."""
+    return replace(RULES, unchanged=lambda _updates, _tokens: unchanged, selection_weights=True)
+
+
+def test_weights_change_no_forecast_where_nothing_changes() -> None:
+    law = GroupLaw(groups(300, 0.05), 8192)
+    for factors in ((), (1.5,), (2.0, 1.25)):
+        found = forecast(weighed(1.0), ENGINES, law, factors)
+        plain = forecast(RULES, ENGINES, law, factors)
+        assert found.length_ratio == pytest.approx(plain.length_ratio)
+        assert found.tokens_per_second == pytest.approx(plain.tokens_per_second)
+
+
+@pytest.mark.parametrize("unchanged", [0.0, 0.5, 0.9])
+def test_of_weighed_groups_those_count_that_stay_long(unchanged: float) -> None:
+    """Of those that are drawn afresh, as many as of all groups, where prompts do not differ."""
+    rules, law = weighed(unchanged), GroupLaw(groups(2000, 0.05), 8192)
+    first, second = level_rounds(rules, law, (1.5,))
+    assert first.stays == 1.0
+    assert second.stays == pytest.approx(unchanged + (1.0 - unchanged) / 3.0, abs=0.03)
+    found = forecast(rules, ENGINES, law, (1.5,))
+    plain = forecast(replace(rules, selection_weights=False), ENGINES, law, (1.5,))
+    assert abs(found.length_ratio - 1.0) < 0.5 * abs(plain.length_ratio - 1.0)
+    effective = 1.0 / (first.rate + second.rate / second.stays)
+    counted = found.length_ratio * law.tokens(0.0, 1.0) * effective * RULES.prompts_per_step
+    assert found.tokens_per_second == pytest.approx(counted / found.step_seconds)
+
+
+def test_with_weights_it_defers_what_it_would_not_without_them() -> None:
+    seen, rules = groups(300, 0.05), weighed(0.8)
+    assert chosen(replace(rules, selection_weights=False), seen, ()).factors == ()
+    choice = chosen(rules, seen, ())
+    assert choice.factors
+    law = GroupLaw(seen, 8192)
+    plain = forecast(
+        replace(rules, selection_weights=False), ENGINES, law, choice.factors
+    ).length_ratio
+    assert plain < 0.98
+    assert chosen(weighed(0.0), seen, ()).factors == ()  # too much would be missing with them too
+
+
 def test_drafts_make_deferral_cheaper() -> None:
     law = GroupLaw(groups(300, 0.05), 8192)
     plain = forecast(RULES, ENGINES, law, (2.0,))

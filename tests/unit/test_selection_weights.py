@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from rollpacker.policy.response_drift import Unchanged
 from rollpacker.policy.selection_weights import Selection, WeighedSums, stay_probability
+from rollpacker.settings import RunSettings, SettingsError, parse_run_settings
 from rollpacker.types import DeferredDraw, Draw, DrawId, LostRace
+from services.coordinator.modes import tail_batching_rules
 
 Law = dict[tuple[int, ...], float]
 LENGTHS = range(1, 6)
@@ -69,6 +72,11 @@ def by_response(share: float) -> Callable[[int], float]:
 
 def by_token(rate: float) -> Callable[[int], float]:
     return lambda tokens: math.exp(-rate * tokens)
+
+
+def parsed(**tail: Any) -> RunSettings:
+    values = {"model": "/m", "data": {"path": "/d.jsonl"}, "tail_batching": tail}
+    return parse_run_settings(values)
 
 
 UNCHANGED = st.floats(0.0, 1.0).map(by_response) | st.floats(0.0, 3.0).map(by_token)
@@ -244,3 +252,26 @@ def test_equal_weights_say_as_much_as_no_weights() -> None:
     with_one_that_counts_nothing = sums.plus(0.0, [7])
     assert with_one_that_counts_nothing.effective_share == pytest.approx(2 / 3)
     assert with_one_that_counts_nothing.zero_weight_share == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("tail", "weighs"),
+    [
+        ({"mode": "auto"}, True),
+        ({"mode": "auto", "selection_weights": False}, False),
+        ({"mode": "exact"}, False),
+        ({"mode": "exact", "selection_weights": True}, True),
+        ({"mode": "paper"}, False),
+        ({"mode": "synchronous", "selection_weights": False}, False),
+    ],
+)
+def test_a_run_weighs_its_groups_where_its_mode_or_its_settings_say_so(
+    tail: dict[str, Any], weighs: bool
+) -> None:
+    assert tail_batching_rules(parsed(**tail)).selection_weights == weighs
+
+
+@pytest.mark.parametrize("mode", ["paper", "synchronous", "overlap"])
+def test_modes_that_defer_nothing_by_length_refuse_weights(mode: str) -> None:
+    with pytest.raises(SettingsError, match=f"selection_weights: true with mode {mode}, where no"):
+        parsed(mode=mode, selection_weights=True)

@@ -1,0 +1,144 @@
+"""Selection weights over real gRPC and Redis: what counts how much is known to all, and a crash or
+a replay comes to the same. The fakes' responses change with every update."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollpacker.policy.ladder_memory import LadderMemory, remembered, selection_at
+from rollpacker.policy.selection_weights import WeighedSums
+from rollpacker.round_log import read_round
+from rollpacker.simulation.recorded_ladder import round_seen
+from rollpacker.types import DrawId, LostRace, PromptGroup
+from services.coordinator.outputs.run_outputs import read_step_samples
+from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
+from tests.tiny_run import run_settings
+
+__all__ = ["cluster"]  # a fixture
+PROMPTS, PROMPTS_PER_STEP = 96, 8
+
+
+def settings(directory: Path, **tail: Any) -> dict[str, Any]:
+    tail_batching = {
+        "mode": "exact",
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "responses_per_prompt": 4,
+        "speculation_factors": [1.5, 2.0],
+        "max_deferral_age": 32,
+        "selection_weights": True,
+        **tail,
+    }
+    return run_settings(directory, PROMPTS, tail_batching=tail_batching)
+
+
+async def trained(run: Coordinator, directory: Path) -> list[list[PromptGroup]]:
+    """By step, as the files have them."""
+    steps = await run.steps()
+    found = [read_step_samples(directory / "runs" / "r", step.step) for step in steps]
+    return [groups for groups in found if groups is not None]
+
+
+def lengths(group: PromptGroup) -> list[int]:
+    return [len(scored.response.token_ids) for scored in group.responses]
+
+
+def weights(steps: list[list[PromptGroup]]) -> dict[DrawId, float]:
+    return {group.draw.id: group.selection_weight for step in steps for group in step}
+
+
+def replayed_weights(directory: Path, steps: list[list[PromptGroup]]) -> dict[DrawId, float]:
+    """From the logs of the rounds alone."""
+    lost: dict[DrawId, LostRace] = {}
+    memory, found = LadderMemory(), {}
+    for number, groups in enumerate(steps):
+        log = directory / "runs" / "r" / "rounds" / f"step_{number:06d}.jsonl"
+        logged = read_round(log.read_text().splitlines())
+        seen = round_seen(logged, {})
+        selection = selection_at(memory, number, lost)
+        for group in groups:
+            found[group.draw.id] = selection.weight(group.draw.id, lengths(group))
+        cut = logged.handled[-1].commands[-1]["cut"]
+        deferred = selection.after_race(seen.deferred, cut)
+        lost |= {item.draw.id: item.lost for item in deferred if item.lost is not None}
+        memory = remembered(memory, seen)
+    return found
+
+
+async def test_groups_count_by_the_races_that_they_lost_and_metrics_tell_it(
+    cluster: Cluster,
+) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(settings(cluster.directory))
+        await run.until_ended()
+        steps = await trained(run, cluster.directory)
+        metrics = [step.metrics for step in await run.steps()]
+    found = weights(steps)
+    assert len(found) == PROMPTS
+    at_once = [g.selection_weight for step in steps for g in step if g.draw.first_step == g.step]
+    assert set(at_once) == {1.0}
+    assert 0.0 in found.values()
+    assert max(found.values()) > 1.0
+    assert found == replayed_weights(cluster.directory, steps)
+    sums = WeighedSums()
+    for groups, values in zip(steps, metrics, strict=True):
+        for group in groups:
+            sums = sums.plus(group.selection_weight, lengths(group))
+        own = [group.selection_weight for group in groups]
+        assert values["selection/zero_weight_groups"] == own.count(0.0)
+        assert values["selection/largest_weight"] == max(own)
+        assert values["selection/effective_share"] == pytest.approx(sums.effective_share)
+        mean = values["bias/weighed_ratio"] * values["bias/uncensored_mean"]
+        assert mean == pytest.approx(sums.mean_length)
+
+
+async def test_a_crash_changes_no_weight(cluster: Cluster) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(settings(cluster.directory), run_id="whole")
+        await run.until_ended("whole")
+    whole = {
+        group.draw.id: group.selection_weight
+        for step in range(PROMPTS // PROMPTS_PER_STEP)
+        for group in read_step_samples(cluster.directory / "runs" / "whole", step) or []
+    }
+    for step in (3, 6, 9):
+        async with coordinator(cluster) as run:
+            await run.start(settings(cluster.directory))
+            async with asyncio.timeout(60):
+                while (await run.get()).step < step:
+                    await asyncio.sleep(0.002)
+    async with coordinator(cluster) as run:
+        await run.until_ended()
+        again = weights(await trained(run, cluster.directory))
+    assert again == whole
+    assert len(set(whole.values())) > 2
+
+
+@pytest.mark.parametrize("tail", [{"selection_weights": False}, {"selection_weights": None}])
+async def test_mode_exact_counts_all_groups_alike_unless_it_is_told(
+    cluster: Cluster, tail: dict[str, Any]
+) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(settings(cluster.directory, **tail))
+        await run.until_ended()
+        found = weights(await trained(run, cluster.directory))
+        (*_, last) = await run.steps()
+    assert set(found.values()) == {1.0}
+    assert last.metrics["selection/effective_share"] == 1.0
+    assert last.metrics["bias/weighed_ratio"] == pytest.approx(last.metrics["bias/ratio"])
+
+
+async def test_mode_auto_weighs_unless_it_is_told(cluster: Cluster) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(
+            settings(
+                cluster.directory, mode="auto", speculation_factors=None, selection_weights=None
+            )
+        )
+        await run.until_ended()
+        steps = await trained(run, cluster.directory)
+    assert weights(steps) == replayed_weights(cluster.directory, steps)
+    assert set(weights(steps).values()) != {1.0}
