@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rollpacker.policy.tail_batching import RaceKind, TailBatchingRules
 from rollpacker.simulation.parameters import ModelFacts
@@ -25,6 +26,10 @@ def _one(age: int) -> float:  # noqa: ARG001  whatever the age
 
 def _zero(age: int) -> float:  # noqa: ARG001
     return 0.0
+
+
+def _always(share: float, age: int) -> float:  # noqa: ARG001
+    return share
 
 
 def _measured_coupling(age: int) -> float:
@@ -108,7 +113,7 @@ FRESH = Drift(_zero)
 
 def carried(share: float) -> Drift:
     """The same response again, with a fixed share of its tokens carried over."""
-    return Drift(_one, lambda age: share)  # noqa: ARG005
+    return Drift(_one, partial(_always, share))
 
 
 SYNCHRONOUS = TailBatchingRules(128, 8, race=RaceKind.TOKENS, streams=False)
