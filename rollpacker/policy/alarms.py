@@ -71,7 +71,7 @@ def _mismatch_rises(records: Records) -> bool:
 
 def _biased(records: Records) -> bool:
     """A ladder starts biased and mends itself with its first long rounds; so a whole window."""
-    ratios = _values(records, "bias/ratio")
+    ratios = _values(records, "bias/weighed_ratio")
     low, high = _BIAS_BOUNDS
     return len(ratios) == WINDOW and not any(low <= ratio <= high for ratio in ratios)
 
@@ -111,10 +111,12 @@ ALARMS = (
     ),
     Alarm(
         "length_bias",
-        "trained lengths have been off the uncensored ones for the whole window (bias/ratio)",
+        "trained lengths have been off the uncensored ones for the whole window"
+        " (bias/weighed_ratio)",
         "mode paper drops long responses by design; in mode exact look at the queue: do long"
         " rounds run, and does the run end before they do? A high bias/shorter_again_share says"
-        " that weights change responses before they come again: take fewer levels, or mode auto",
+        " that weights change responses before they come again: set selection_weights, or take mode"
+        " auto",
         _biased,
     ),
     Alarm(

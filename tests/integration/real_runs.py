@@ -449,7 +449,10 @@ async def _running_responses(replica: Any) -> int:
 
 _TIMES = ("timing_s/", "idle/", "_seconds", "_time", "_wait_s")
 # How far the losers of a round had come when they were told, and what of it their drafts kept.
-_OF_CUTS = ("bias/uncensored_mean", "bias/ratio", "bias/shorter_again_share", "alarm/length_bias")
+_OF_CUTS = (
+    *("bias/uncensored_mean", "bias/ratio", "bias/weighed_ratio", "bias/shorter_again_share"),
+    "alarm/length_bias",
+)
 _LOSERS = ("perf/", "carry/", *_OF_CUTS)
 
 

@@ -190,6 +190,7 @@ class ExampleRun:
             "timing_s/commit": COMMIT_SECONDS,
             **self._tail_metrics(level, kept, launched),
             "bias/ratio": 1 - 0.3 * math.exp(-self.step / 12) + self.random.gauss(0, 0.01),
+            "bias/weighed_ratio": 1 - 0.3 * math.exp(-self.step / 6),
             "perf/trained_tokens": float(self.trained_tokens),
             "perf/generated_tokens": float(self.generated_tokens),
             "perf/waste": self.generated_tokens / self.trained_tokens,

@@ -20,7 +20,7 @@ HEALTHY = {
     "response_length/capped_share": 0.1,
     "response_length/loop_share": 0.0,
     "trainer/mismatch_kl": 1e-4,
-    "bias/ratio": 0.98,
+    "bias/weighed_ratio": 0.98,
 }
 
 
@@ -44,7 +44,7 @@ def names(run: Sequence[StepRecord]) -> list[str]:
         ("truncated", "response_length/capped_share", [0.9] * 3, [0.9, 0.1, 0.1]),
         ("zero_variance", "reward/zero_variance_share", [0.95] * 3, [0.9] * 3),
         ("mismatch_rising", "trainer/mismatch_kl", [2e-3] * 6 + [9e-3] * 5, [2e-3] * 12),
-        ("length_bias", "bias/ratio", [0.7] * WINDOW, [0.7] * (WINDOW - 1) + [0.95]),
+        ("length_bias", "bias/weighed_ratio", [0.7] * WINDOW, [0.7] * (WINDOW - 1) + [0.95]),
         ("token_loops", "response_length/loop_share", [0.2] * 3, [0.0, 0.0, 0.1]),
     ],
 )
@@ -65,7 +65,7 @@ def test_a_mismatch_that_is_tiny_may_rise() -> None:
 
 
 def test_a_young_ladder_may_be_biased() -> None:
-    assert names(records([0.7] * (WINDOW - 1), "bias/ratio")) == []
+    assert names(records([0.7] * (WINDOW - 1), "bias/weighed_ratio")) == []
 
 
 def test_a_healthy_run_raises_no_alarm() -> None:

@@ -44,6 +44,7 @@ SCHEDULING_CURVES = (
     ("tail/queue_length", "Long-prompt queue", "draws waiting after the step", None),
     ("tail/max_age", "Oldest queued draw", "steps since its first launch", None),
     ("bias/ratio", "Length bias", "trained / uncensored length so far; 1: none", 1.0),
+    ("bias/weighed_ratio", "Length bias, weighed", "each group as it counts; 1: none", 1.0),
     ("perf/waste", "Waste", "generated / trained tokens so far; 1: none", 1.0),
     ("perf/trained_tokens_per_second", "Speed", "trained tokens per second", None),
     ("tail/race_wait_s", "Race wait", "seconds until the other groups had passed the key", None),
