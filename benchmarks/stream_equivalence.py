@@ -43,7 +43,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.settings import OpenRunSettings
 from services.trainer.step_accumulator import StepAccumulator
 from tests.tiny_models import FAMILIES, SGLANG_FAMILIES
-from tests.trainer_support import make_group, make_model, trainer_settings
+from tests.trainer_support import make_group, make_model, trainer_settings, weighed
 
 TOLERANCE = 1e-5
 CLIPPED_SHARE = 0.1
@@ -66,6 +66,7 @@ CASES = {
     "5_micro_batches_to_1": ((20, 20), (1, 1), 5),
     "fewer_groups_than_ranks": ((8, 20), (8, 20), 1),
     "many_windows": ((1, 20), (1, 20), 40),
+    "weighed": ((1, 20), (1, 20), 10),  # by their selection weights
 }
 
 
@@ -81,6 +82,8 @@ def groups_of(model: Path, loss: str, case: str) -> list[PromptGroup]:
     """The step of a case. Raises ValueError when it leaves clipping untested."""
     even, odd, count = CASES[case]
     groups = [make_group(i, lengths=odd if i % 2 else even) for i in range(count)]
+    if case == "weighed":
+        groups = weighed(groups)
     settings = settings_of(loss)
     shifted = with_shifted_logprobs(model, settings.algorithm, TEMPERATURE, groups)
     shares = clipped_shares(model, settings, TEMPERATURE, shifted)

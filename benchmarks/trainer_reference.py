@@ -30,7 +30,8 @@ def reference_gradients(
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for scored in group.responses:
-            total = total + _response_loss(policy, initial, settings, temperature, group, scored)
+            loss = _response_loss(policy, initial, settings, temperature, group, scored)
+            total = total + group.selection_weight * loss
     total.backward()  # type: ignore[no-untyped-call]
     return {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad

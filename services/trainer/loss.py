@@ -5,7 +5,11 @@ does not depend on which groups share a step or a micro-batch. So nothing here a
 over the tokens of one response. With r = exp(log p - log p_old) and A the advantage, each token
 adds
 
-    weight * (correction * surrogate(r, A) + kl_coefficient * kl - entropy_coefficient * entropy)
+    selection_weight * share
+        * (correction * surrogate(r, A) + kl_coefficient * kl - entropy_coefficient * entropy)
+
+where selection_weight is that of its group, and share is 1, or with the normaliser `response_mean`
+1 / (trained tokens of its response).
 
 Shapes: B responses, padded to K positions; all tensors are [B, K], the mask is boolean, and only
 `logprobs` (and `entropies`) have a gradient. A position outside the mask adds exactly 0 to every

@@ -24,17 +24,22 @@ class TokenValues(NamedTuple):
     rollout_logprobs: Tensor
     reference_logprobs: Tensor | None  # under the initial model; None where no term needs them
     advantages: Tensor
+    selection_weights: Tensor
     mask: Tensor  # bool: the trained tokens
 
 
 class Objective(NamedTuple):
-    """Scalars, each a sum over the micro-batch; only the loss has a gradient."""
+    """Scalars, each a sum over the micro-batch; only the loss has a gradient.
+
+    Selection weights are in `loss` and `weighed_tokens` alone; the others describe the tokens.
+    """
 
     loss: Tensor
     entropy: Tensor
     mismatch_kl: Tensor
     clipped_tokens: Tensor
     trained_tokens: Tensor
+    weighed_tokens: Tensor  # trained tokens, each counted by its selection weight
     reference_kl: Tensor  # in the run's estimator
     correction: Tensor  # sum of the weights that correct for the engine's law
     squared_advantage: Tensor  # over responses that have a trained token
@@ -70,6 +75,7 @@ def objective(settings: OpenRunSettings, values: TokenValues) -> Objective:
     entropies = torch.where(mask, values.entropies, 0.0)
     if settings.entropy_coefficient:
         token_losses = token_losses - settings.entropy_coefficient * entropies
+    token_losses = values.selection_weights * token_losses
     if settings.resolved_normaliser == "response_mean":
         token_losses = loss.per_response(token_losses, mask)
     rows = mask.any(-1)
@@ -79,6 +85,7 @@ def objective(settings: OpenRunSettings, values: TokenValues) -> Objective:
         mismatch_kl=loss.mismatch(trainers_own, values.rollout_logprobs, mask).kl_sum,
         clipped_tokens=surrogate.clipped.sum(),
         trained_tokens=mask.sum(),
+        weighed_tokens=torch.where(mask, values.selection_weights, 0.0).sum(),
         reference_kl=reference_kl.detach().sum(),
         correction=torch.where(mask, correction, 0.0).sum(),
         squared_advantage=torch.where(rows, values.advantages[:, 0].square(), 0.0).sum(),

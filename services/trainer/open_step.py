@@ -207,6 +207,11 @@ def _what_is_wrong(group: PromptGroup, run_id: str, step: int, vocabulary_size: 
         return f"weight version {group.weight_version} sampled it, not {step}"
     if not group.prompt_token_ids:
         return "its prompt has no token"
+    if not 0 <= group.selection_weight < math.inf:
+        return (
+            f"selection_weight is {group.selection_weight}; whoever writes the stream must give it"
+            " a finite one of at least 0 (1: it counts once)"
+        )
     for scored in group.responses:
         if not math.isfinite(scored.advantage):
             return f"response {scored.response.response_id} has advantage {scored.advantage}"

@@ -10,8 +10,10 @@ Inside a window each rank's responses are sorted by length and packed greedily, 
 into micro-batches of at most `micro_batch_tokens` padded tokens of which at most a fifth is
 padding. A response that is longer than the budget has a micro-batch of its own. All ranks get
 the same number of micro-batches per window (they are in lockstep): the shorter lists are filled
-up with dummies, whose weight is zero. A response without trainable tokens needs no forward pass;
-it is counted, and that is all. Replicas are not in lockstep and get no dummies for each other.
+up with dummies, which train nothing. A response without trainable tokens needs no forward pass;
+it is counted, and that is all. A group whose selection weight is 0 has its place in a window and
+nothing else: its responses are neither packed nor counted. Replicas are not in lockstep and get no
+dummies for each other.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Sample:
     rollout_logprobs: tuple[float, ...]
     trainable: tuple[bool, ...]
     advantage: float
+    selection_weight: float  # of its group; above 0
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.token_ids)
@@ -55,6 +58,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [B, K] float32
     mask: Tensor  # [B, K] bool: the trained tokens
     advantages: Tensor  # [B] float32
+    selection_weights: Tensor  # [B] float32
     token_count: int  # without padding; 0 for a dummy
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -66,6 +70,7 @@ class MicroBatch:
             rollout_logprobs=self.rollout_logprobs.to(device),
             mask=self.mask.to(device),
             advantages=self.advantages.to(device),
+            selection_weights=self.selection_weights.to(device),
         )
 
     @property
@@ -89,16 +94,17 @@ class StreamPacker:
     shard_size: int  # ranks of a replica
     micro_batch_tokens: int
     replica_count: int = 1
-    trained_tokens: int = 0  # of all groups taken so far
+    trained_tokens: int = 0  # of the groups taken so far whose selection weight is not 0
     trained_responses: int = 0
-    windowed_groups: int = 0  # of them, in windows
+    windowed_groups: int = 0  # of all taken so far, in windows
     _waiting: list[PromptGroup] = field(default_factory=list)
 
     def add(self, group: PromptGroup) -> list[Window] | None:
         """Take the next group. When it has filled a window: that window, an item per rank."""
         self._waiting.append(group)
-        self.trained_responses += len(group.responses)
-        self.trained_tokens += sum(_trainable_count(scored) for scored in group.responses)
+        if group.selection_weight > 0:
+            self.trained_responses += len(group.responses)
+            self.trained_tokens += sum(_trainable_count(scored) for scored in group.responses)
         if len(self._waiting) < WINDOW_GROUPS * self.shard_size:
             return None
         return self._window(self._take_waiting())
@@ -160,18 +166,20 @@ def make_micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         rollout_logprobs=logprobs,
         mask=mask,
         advantages=torch.tensor([sample.advantage for sample in samples]),
+        selection_weights=torch.tensor([sample.selection_weight for sample in samples]),
         token_count=sum(map(len, samples)),
     )
 
 
 def _dummy() -> MicroBatch:
-    """One token that weighs nothing: keeps a rank in lockstep with the others."""
+    """One token that is not trained: keeps a rank in lockstep with the others."""
     return MicroBatch(
         input_ids=torch.zeros(1, 1, dtype=torch.int64),
         target_ids=torch.zeros(1, 1, dtype=torch.int64),
         rollout_logprobs=torch.zeros(1, 1),
         mask=torch.zeros(1, 1, dtype=torch.bool),
         advantages=torch.zeros(1),
+        selection_weights=torch.zeros(1),
         token_count=0,
     )
 
@@ -184,8 +192,10 @@ def _samples(groups: Iterable[PromptGroup]) -> list[Sample]:
             rollout_logprobs=scored.response.logprobs,
             trainable=_trainable(scored),
             advantage=scored.advantage if scored.reward is not None else 0.0,
+            selection_weight=group.selection_weight,
         )
         for group in groups
+        if group.selection_weight > 0
         for scored in group.responses
         if _trainable_count(scored) > 0
     ]

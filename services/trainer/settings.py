@@ -80,7 +80,7 @@ class OpenRunSettings(TrainerSettings):
         return Lora(self.lora_rank, self.lora_alpha or 2 * self.lora_rank)
 
     def fixed_normaliser(self) -> float | None:
-        """What the summed token loss is divided by; None: the step's own trained tokens."""
+        """What the summed token loss is divided by; None: the step's weighed tokens."""
         responses = self.prompts_per_step * self.responses_per_prompt
         normaliser = self.resolved_normaliser
         if normaliser == "response_mean":

@@ -27,11 +27,12 @@ _BATCHES, _REAL, _PADDED = range(_TERMS, _TERMS + 3)
 class StepSums:
     """What a step's micro-batches add up to, over all ranks."""
 
-    loss: float  # un-normalised
+    loss: float  # un-normalised, by selection weights
     entropy: float  # nats, summed over trained tokens
     mismatch_kl: float  # summed over trained tokens
     clipped_tokens: int
     trained_tokens: int
+    weighed_tokens: float  # trained tokens, each counted by its selection weight
     reference_kl: float  # summed over trained tokens
     correction: float  # weights summed over trained tokens
     squared_advantage: float  # summed over responses with a trained token
@@ -86,6 +87,7 @@ class StepAccumulator:
             rollout_logprobs=batch.rollout_logprobs,
             reference_logprobs=reference_logprobs,
             advantages=batch.advantages.unsqueeze(1).expand_as(batch.mask),
+            selection_weights=batch.selection_weights.unsqueeze(1).expand_as(batch.mask),
             mask=batch.mask,
         )
         terms = objective(self._settings, values)

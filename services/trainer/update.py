@@ -50,7 +50,7 @@ def apply_update(
 ) -> UpdateOutcome:
     """Apply the sums of all replicas and empty the accumulator. Collective."""
     sums = accumulator.sums()
-    normaliser = settings.fixed_normaliser() or float(max(1, sums.trained_tokens))
+    normaliser = settings.fixed_normaliser() or sums.weighed_tokens or 1.0
     gradients = accumulator.gradients()
     ranks.sum_over_replicas(gradients)
     for gradient in gradients:

@@ -336,6 +336,26 @@ async def test_a_draw_that_is_in_the_stream_twice_is_trained_once(opened, redis_
     assert result.metrics["trained_responses"] == 4 * len(groups)
 
 
+async def test_a_group_of_selection_weight_0_is_taken_and_acknowledged_but_not_trained(
+    opened, model, redis_client, tmp_path
+):
+    groups = make_groups(0)
+    groups[1] = dataclasses.replace(groups[1], selection_weight=0.0)
+    result = await opened.train(redis_client, 0, groups)
+    (group,) = await redis_client.xinfo_groups(keys.step_samples(RUN, 0))
+    assert (group["pending"], group["entries-read"]) == (0, len(groups))
+    assert list(result.draws) == draws_of(groups)
+    assert result.metrics["trained_responses"] == 4 * (len(groups) - 1)
+    await redis_client.flushdb()
+    async with serving_trainer(redis_client, tmp_path / "without") as trainer:
+        await trainer.open(open_run_request(model))
+        without = await trainer.train(redis_client, 0, [groups[0], *groups[2:]])
+    assert same_bits(result.weights_uri, without.weights_uri)
+    assert [result.metrics[name] for name in ("loss", "trained_tokens")] == [
+        without.metrics[name] for name in ("loss", "trained_tokens")
+    ]
+
+
 async def test_a_draw_that_is_named_twice_is_refused(opened):
     await opened.start(0)
     draw = make_groups(0)[0].draw
@@ -378,6 +398,18 @@ def with_first_response(group, response):
         (
             lambda group: dataclasses.replace(group, prompt_token_ids=(3, 10**6)),
             "token 1000000 is none of the 17",
+        ),
+        (
+            lambda group: dataclasses.replace(group, selection_weight=-0.5),
+            "selection_weight is -0.5; whoever writes the stream must give it a finite one",
+        ),
+        (
+            lambda group: dataclasses.replace(group, selection_weight=math.nan),
+            "selection_weight is nan",
+        ),
+        (
+            lambda group: dataclasses.replace(group, selection_weight=math.inf),
+            "selection_weight is inf",
         ),
         (
             lambda group: with_first_response(group, make_response([2, -1])),

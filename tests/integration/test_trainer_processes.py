@@ -42,6 +42,7 @@ from tests.trainer_support import (
     same_bits,
     serving_trainer,
     trainer_settings,
+    weighed,
 )
 
 pytestmark = pytest.mark.timeout(240)
@@ -160,9 +161,10 @@ def assert_same_metrics(ours, theirs) -> None:
 async def test_two_and_four_ranks_train_what_one_does_through_a_killed_rank(
     redis_client, redis_url, model, tmp_path
 ):
-    """19 groups and then 3: more groups than ranks, and fewer. Four ranks resume what two began."""
+    """19 groups and then 3: more groups than ranks, and fewer; some have selection weight 0. Four
+    ranks resume what two began."""
     request = open_run_request(model, SMOOTH)
-    steps = [make_groups(0, 19), make_groups(1, 3)]
+    steps = [weighed(make_groups(0, 19)), weighed(make_groups(1, 3))]
     (tmp_path / "more").mkdir()
     empty = shutil.copytree(model, tmp_path / "empty")
     (empty / "model.safetensors").unlink()

@@ -51,6 +51,7 @@ def test_loss_and_gradient_are_those_of_trl(case):
             rollout_logprobs=old,
             reference_logprobs=reference if settings.kl_coefficient else None,
             advantages=advantages.unsqueeze(1).expand_as(mask),
+            selection_weights=torch.ones_like(mask, dtype=torch.float64),
             mask=mask,
         ),
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollpacker.types import ASSISTANT, Segment
 from services.trainer.packing import WINDOW_GROUPS, Sample, StreamPacker, make_micro_batch, pack
-from tests.trainer_support import make_group, make_response
+from tests.trainer_support import make_group, make_response, weighed
 
 
 def run_packer(groups, shard_size=1, micro_batch_tokens=96, replica_count=1):
@@ -98,7 +98,7 @@ def test_the_last_groups_are_dealt_out_over_the_replicas_which_get_no_dummies_fo
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 200))
 def test_micro_batches_keep_the_budget_and_at_most_a_fifth_is_padding(lengths, budget):
-    samples = [Sample((1,), (2,) * n, (-1.0,) * n, (True,) * n, 1.0) for n in lengths]
+    samples = [Sample((1,), (2,) * n, (-1.0,) * n, (True,) * n, 1.0, 1.0) for n in lengths]
     for batch in pack(samples, budget):
         rows = batch.input_ids.shape[0]
         assert rows == 1 or batch.padded_token_count <= budget
@@ -129,8 +129,8 @@ def test_tokens_of_other_authors_are_read_but_not_trained():
 def test_logprobs_and_mask_stand_at_the_targets_whatever_the_prompt_lengths():
     batch = make_micro_batch(
         [
-            Sample((1, 2, 3), (4, 5), (-0.4, -0.5), (True, False), 1.0),
-            Sample((6,), (7, 8), (-0.7, -0.8), (True, True), -1.0),
+            Sample((1, 2, 3), (4, 5), (-0.4, -0.5), (True, False), 1.0, 1.0),
+            Sample((6,), (7, 8), (-0.7, -0.8), (True, True), -1.0, 2.5),
         ]
     )
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [6, 7, 8, 0]]
@@ -138,6 +138,8 @@ def test_logprobs_and_mask_stand_at_the_targets_whatever_the_prompt_lengths():
     assert batch.mask.tolist() == [[False, False, True, False], [True, True, False, False]]
     assert batch.rollout_logprobs[0].tolist() == pytest.approx([0, 0, -0.4, -0.5])
     assert batch.rollout_logprobs[1].tolist() == pytest.approx([-0.7, -0.8, 0, 0])
+    assert batch.advantages.tolist() == [1.0, -1.0]
+    assert batch.selection_weights.tolist() == [1.0, 2.5]
     assert batch.padded_token_count == 10
     assert batch.token_count == 8
 
@@ -149,3 +151,36 @@ def test_a_response_without_a_reward_keeps_its_tokens_and_loses_its_advantage():
     packer, ((window,),) = run_packer([group])
     assert trained_rows(window.micro_batches) == [(0.0, (3, 4))]
     assert (packer.trained_tokens, packer.trained_responses) == (2, 1)
+
+
+@given(st.integers(0, 30), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_responses_carry_their_groups_selection_weight_and_those_of_weight_0_are_not_packed(
+    count, shard_size, replica_count
+):
+    groups = weighed([make_group(i, lengths=(0, 20)) for i in range(count)])
+    packer, windows = run_packer(groups, shard_size, 96, replica_count)
+    batches = [batch for window in windows for rank in window for batch in rank.micro_batches]
+    rows = [
+        (round(weight.item(), 6), tuple(targets[mask].tolist()))
+        for batch in batches
+        for weight, targets, mask in zip(
+            batch.selection_weights, batch.target_ids, batch.mask, strict=True
+        )
+        if mask.any()
+    ]
+    counted = [group for group in groups if group.selection_weight > 0]
+    assert sorted(rows) == sorted(
+        (group.selection_weight, scored.response.token_ids)
+        for group in counted
+        for scored in group.responses
+        if scored.response.token_ids
+    )
+    assert (packer.windowed_groups, packer.trained_responses) == (count, 4 * len(counted))
+    assert packer.trained_tokens == sum(int(batch.mask.sum()) for batch in batches)
+
+
+def test_a_group_of_weight_0_has_its_place_in_a_window():
+    groups = [dataclasses.replace(make_group(i), selection_weight=0.0) for i in range(9)]
+    packer, (full, rest) = run_packer(groups)
+    assert [window.micro_batches for window in (*full, *rest)] == [(), ()]
+    assert (packer.windowed_groups, packer.trained_responses, packer.trained_tokens) == (9, 0, 0)

@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trainer_reference import reference_gradients, with_shifted_logprobs
@@ -17,7 +19,7 @@ from services.trainer.packing import StreamPacker
 from services.trainer.ranks import Ranks
 from services.trainer.step_accumulator import StepAccumulator
 from services.trainer.update import apply_update, make_optimizer
-from tests.trainer_support import make_group, make_model, make_response, trainer_settings
+from tests.trainer_support import make_group, make_model, make_response, trainer_settings, weighed
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,13 @@ class Step:
 
     def gradient(self):
         return torch.cat([g.flatten() for g in self.accumulator.gradients()]).clone()
+
+    def sums_of(self, groups):
+        """(sums by name, gradient) of groups, which leave no trace."""
+        self.fill(groups)
+        sums, gradient = dataclasses.asdict(self.accumulator.sums()), self.gradient()
+        self.accumulator.drop()
+        return sums, gradient
 
     def weights(self):
         return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()
@@ -150,10 +159,11 @@ VARIANTS = [
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda c: "-".join(map(str, c.values())))
 class TestEveryLoss:
-    """Clipping on both sides: a quarter of the ratios is e^0.5, a quarter e^-0.5."""
+    """Clipping on both sides: a quarter of the ratios is e^0.5, a quarter e^-0.5. The groups
+    have different selection weights."""
 
     def groups(self, directory, changes, count):
-        groups = [make_group(i, lengths=(0, 20)) for i in range(count)]
+        groups = weighed([make_group(i, lengths=(0, 20)) for i in range(count)])
         return with_shifted_logprobs(directory, changes["algorithm"], 0.7, groups)
 
     def test_its_gradient_is_that_of_its_formula_over_single_responses(
@@ -179,6 +189,87 @@ class TestEveryLoss:
         )
         assert_close(resorted, in_order)
         assert torch.equal(step.weights(), before)
+
+
+def with_weight(group, weight):
+    return dataclasses.replace(group, selection_weight=weight)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"algorithm": "dapo"},
+        {
+            "algorithm": "grpo",
+            "rollout_correction": "truncated",
+            "kl_coefficient": 0.3,
+            "entropy_coefficient": 0.1,
+        },
+    ],
+    ids=["one_term", "all_terms"],
+)
+def step(request, model_directory, tmp_path_factory):
+    initial = make_model(tmp_path_factory.mktemp("initial"), seed=9)
+    return Step(model_directory, initial=initial, **request.param)
+
+
+class TestSelectionWeight:
+    """How much a group counts in the loss: all of its terms, and nothing beside the loss."""
+
+    @given(weight=st.floats(0, 10))
+    @settings(max_examples=15)
+    def test_a_gradient_is_the_groups_own_times_its_weight(self, step, weight):
+        chosen, *others = [make_group(i) for i in range(5)]
+        own, rest = (step.sums_of(part)[1] for part in ([chosen], others))
+        _, gradient = step.sums_of([with_weight(chosen, weight), *others])
+        assert_close(gradient, weight * own + rest)
+
+    def test_it_multiplies_the_loss_and_leaves_what_describes_the_tokens(self, step):
+        groups = [make_group(i) for i in range(5)]
+        plain, gradient = step.sums_of(groups)
+        four, four_times = step.sums_of([with_weight(group, 4.0) for group in groups])
+        assert torch.equal(four_times, 4 * gradient)
+        weighed_sums = {"loss", "weighed_tokens"}
+        assert {name for name in plain if four[name] != plain[name]} == weighed_sums
+        assert all(four[name] == pytest.approx(4 * plain[name]) for name in weighed_sums)
+
+    @pytest.mark.parametrize("term", ["kl_coefficient", "entropy_coefficient"])
+    def test_terms_without_an_advantage_are_weighed_too(self, model_directory, tmp_path, term):
+        moved = make_model(tmp_path / "moved", seed=9)
+        responses = (make_response([3, 4, 5], advantage=0.0),)
+        silent = dataclasses.replace(make_group(0), responses=responses)
+        gradients = [
+            Step(moved, initial=model_directory, **{term: 0.5})
+            .fill([with_weight(silent, weight)])
+            .gradient()
+            for weight in (1.0, 4.0)
+        ]
+        assert gradients[0].abs().max() > 0
+        assert torch.equal(gradients[1], 4 * gradients[0])
+
+    @pytest.mark.parametrize("normaliser", ["response_mean", "response_cap", "step_tokens"])
+    def test_a_weight_of_0_leaves_the_group_out(self, model_directory, normaliser):
+        groups = [make_group(i) for i in range(5)]
+        one, other = (Step(model_directory, normaliser=normaliser) for _ in range(2))
+        outcome = one.fill([*groups[:2], with_weight(groups[2], 0.0), *groups[3:]]).update()
+        assert outcome == other.fill([*groups[:2], *groups[3:]]).update()
+        assert torch.equal(one.weights(), other.weights())
+
+    def test_a_step_of_weights_of_0_moves_nothing(self, model_directory):
+        step = Step(model_directory, learning_rate=0.1, weight_decay=0.5, normaliser="step_tokens")
+        step.fill([make_group(0)]).update()
+        before = step.weights()
+        outcome = step.fill([with_weight(make_group(1), 0.0)]).update()
+        assert torch.equal(step.weights(), before)
+        assert (outcome.grad_norm, outcome.skipped, outcome.sums.trained_tokens) == (0.0, False, 0)
+
+    def test_step_tokens_divides_by_tokens_that_are_weighed_as_the_loss_is(self, model_directory):
+        """A weight of 2 is the same group twice."""
+        step = Step(model_directory, normaliser="step_tokens", max_grad_norm=1e9, learning_rate=0)
+        first, second = make_group(0), make_group(1)
+        twice = step.applied_gradient([first, first, second])
+        assert_close(step.applied_gradient([with_weight(first, 2.0), second]), twice)
+        assert (step.applied_gradient([first, second]) - twice).abs().max() > 1e-3
 
 
 def test_the_divergence_pulls_a_policy_that_has_moved_back_to_the_initial_model(
