@@ -87,7 +87,7 @@ class TailBatchingSettings(Section):
         None,
         description="let a group that was deferred count by how likely such a one is to stay long"
         " when it is launched again, and 0 if it has turned short, so that deferral does not select"
-        " by length; modes exact and auto; default: on in mode auto, else off",
+        " by length; modes exact and auto; default: where it pays in mode auto, else off",
     )
     rebalance: bool | None = Field(
         None,
@@ -185,8 +185,8 @@ class TailBatchingSettings(Section):
 
     @property
     def resolved_selection_weights(self) -> bool:
-        """Whether groups count by what deferral selects."""
-        return self.mode == "auto" if self.selection_weights is None else self.selection_weights
+        """Whether groups count by what deferral selects; mode auto begins without."""
+        return bool(self.selection_weights)
 
     @property
     def resolved_speculation_factors(self) -> tuple[float, ...]:

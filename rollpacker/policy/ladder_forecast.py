@@ -17,9 +17,9 @@ the first ones many short ones, which want many replicas. So each level may have
 size of its own; which groups its rounds keep is the same at any size, only their time differs. A
 round of another size than the one before it waits for the engines to be resized.
 
-Where groups count by what deferral selects (`selection_weights`), lengths are those of groups as
-they count, and tokens those of so many groups as would say as much if all counted 1: of a level,
-the share that stays longer than the cut of the one before it.
+Where groups count by what deferral selects (`weighed`), lengths are those of groups as they count,
+and tokens those of so many groups as would say as much if all counted 1: of a level, the share that
+stays longer than the cut of the one before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from statistics import NormalDist, fmean, median
 
@@ -40,8 +40,11 @@ from rollpacker.policy.reward_forecast import GraderMeasure, scored_seconds
 # Standard normal numbers, equally likely cases of what varies between rounds. Where a level keeps
 # about as many groups as end by themselves, a case is a whole round to the cap: so many of them.
 _CASES = tuple(NormalDist().inv_cdf((n + 0.5) / 32) for n in range(32))
-# What selection weights leave of a missing length: simulated 0.0 to 0.35 (docs/decisions/0044).
+# What selection weights leave of a missing length, and what they take of the effective share for
+# each level beside what is foretold: groups near a cut turn short more often, and weights scatter.
+# Simulated 0.0 to 0.35, and 0.012 to 0.028 (docs/decisions/0044).
 _LEFT_MISSING = 0.25
+_SCATTER = 0.025
 
 
 def _always(updates: float, tokens: float) -> float:  # noqa: ARG001
@@ -71,7 +74,8 @@ class PlannerRules:
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
     largest_size: int = 0  # 0: engines keep their own
-    selection_weights: bool = False  # groups count by what deferral selects
+    # Whether groups may count by what deferral selects, and whether they need not.
+    selection_weights: tuple[bool, ...] = (False,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,11 @@ class Forecast:
     rollout_seconds: float  # mean over its rounds, with their rewards and the resizes between them
     decode_seconds: float  # of these, while tokens are decoded
     length_ratio: float  # trained mean over uncensored mean; of groups as they count
+    effective_share: float  # of groups that say as much as all do, if they count by what selects
     max_age: float  # steps
     step_seconds: float  # of a whole step
     tokens_per_second: float  # trained, over whole steps; of groups that say as much as all do
+    selection_weights: bool = False  # groups count by what deferral selects
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,21 +190,26 @@ def forecast(
     tokens = sum(  # of a trained group
         item.rate * _mean_tokens(law, pool) for item, pool in zip(rounds, kept, strict=True)
     )
-    ratio, effective = tokens / law.tokens(0.0, 1.0), 1.0
-    if rules.selection_weights:
-        ratio = 1.0 + _LEFT_MISSING * (ratio - 1.0)
-        effective = _effective_share(rounds)
     step_seconds = rollout_seconds + engines[best[0]].other_seconds
     return Forecast(
         factors,
         best,
         rollout_seconds,
         decode_seconds,
-        ratio,
+        tokens / law.tokens(0.0, 1.0),
+        _effective_share(rounds),
         max(item.oldest for item in rounds),
         step_seconds,
-        ratio * law.tokens(0.0, 1.0) * effective * rules.prompts_per_step / step_seconds,
+        tokens * rules.prompts_per_step / step_seconds,
     )
+
+
+def weighed(item: Forecast) -> Forecast:
+    """The same ladder, if groups count by what deferral selects."""
+    ratio = 1.0 + _LEFT_MISSING * (item.length_ratio - 1.0)
+    effective = item.effective_share - _SCATTER * len(item.factors)
+    tokens = item.tokens_per_second * effective * ratio / item.length_ratio
+    return replace(item, length_ratio=ratio, tokens_per_second=tokens, selection_weights=True)
 
 
 def _effective_share(rounds: Sequence[LevelRound]) -> float:

@@ -196,12 +196,14 @@ def next_ladder(
     other_seconds: Sequence[float],
     present: tuple[float, ...],
     present_sizes: tuple[int, ...] = (),
+    present_weights: bool = False,
 ) -> LadderChoice:
     """The ladder from this step on.
 
     `other_seconds`: what each of the last `STEPS_SEEN` steps took beside its rollout and its wait
     for rewards.
     `present_sizes`: by level, where they are the run's to choose (`rules.largest_size`).
+    `present_weights`: whether groups count by what deferral selects.
     """
     sizes = present_sizes or (0,) * (len(present) + 1)
     measured = measured_engines(memory.engines, other_seconds)
@@ -209,7 +211,7 @@ def next_ladder(
     if not engines:
         count = memory.engines.equations
         reason = f"keeps {ladder_name(present)}: {count:.0f} ends of responses were timed"
-        return LadderChoice(present, present_sizes, reason)
+        return LadderChoice(present, present_sizes, reason, present_weights)
     known = replace(
         rules,
         unchanged=unchanged(memory.pairs),
@@ -227,9 +229,11 @@ def next_ladder(
         for group in memory.groups.values()
     ]
     had = {size: engine for size, engine in engines.items() if size in {*measured, *sizes}}
-    choice = choose_ladder(known, had, groups, present, sizes)
+    choice = choose_ladder(known, had, groups, present, sizes, present_weights)
     if len(had) < len(engines):  # a size that was never had has to pay by itself
-        tried = choose_ladder(known, engines, groups, choice.factors, choice.sizes)
+        tried = choose_ladder(
+            known, engines, groups, choice.factors, choice.sizes, choice.selection_weights
+        )
         if (tried.factors, tried.sizes) != (choice.factors, choice.sizes):
             choice = tried
     return choice if present_sizes else replace(choice, sizes=())

@@ -1,13 +1,14 @@
 """Which ladder the next rounds climb, and how large an engine is at each level.
 
 Chosen of all ladders of the usual factors, each with the best tensor-parallel sizes that are to be
-had, is the one with the most trained tokens per second among those whose oldest draw fits
-`max_deferral_age` and whose trained mean length stays within `length_tolerance` of the uncensored
-one (`ladder_forecast` says what to expect of each, doubt included). Where rewards decide how long
-rounds are, many ladders are equal, and of these it is the one that decodes least. A change must
-pay: the present ladder stays unless another is better by `min_gain`, or it is not allowed itself;
-the others have to be a little inside the tolerance. While the tail is a guess, only that is a
-reason: a guess is too short, so it errs towards deferring less.
+had, and with or without selection weights where these are the run's to choose, is the one with the
+most trained tokens per second among those whose oldest draw fits `max_deferral_age` and whose
+trained mean length stays within `length_tolerance` of the uncensored one (`ladder_forecast` says
+what to expect of each, doubt included). Where rewards decide how long rounds are, many ladders are
+equal, and of these it is the one that decodes least. A change must pay: the present ladder stays
+unless another is better by `min_gain`, or it is not allowed itself; the others have to be a little
+inside the tolerance. While the tail is a guess, only that is a reason: a guess is too short, so it
+errs towards deferring less.
 
 What never happens: a choice from anything but the arguments; a factor outside (1, 2].
 """
@@ -21,7 +22,7 @@ from itertools import product
 from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
 from rollpacker.policy.ladder_ages import oldest_draw
-from rollpacker.policy.ladder_forecast import Forecast, PlannerRules, forecast
+from rollpacker.policy.ladder_forecast import Forecast, PlannerRules, forecast, weighed
 
 _FACTORS = (1.25, 1.5, 1.75, 2.0)
 # Forecasts of the same ladder differ by so much: it is taken if it is foretold to be inside the
@@ -40,6 +41,7 @@ class LadderChoice:
     factors: tuple[float, ...]
     sizes: tuple[int, ...]  # tensor-parallel size of the engines, by level
     reason: str
+    selection_weights: bool = False  # groups count by what deferral selects
 
 
 def choose_ladder(
@@ -48,17 +50,21 @@ def choose_ladder(
     groups: Sequence[ObservedGroup],
     present: tuple[float, ...],
     present_sizes: tuple[int, ...],
+    present_weights: bool = False,
 ) -> LadderChoice:
     """The ladder for the next rounds; the present one while too little has been seen.
 
     `engines`: by tensor-parallel size, all that are to be had. `present_sizes`: by level, of these.
+    `present_weights`: whether groups count by what deferral selects.
     """
     name = ladder_name(present, present_sizes)
     if sum(group.complete for group in groups) < rules.min_groups:
         reason = f"keeps {name}: {len(groups)} groups seen so far"
-        return LadderChoice(present, present_sizes, reason)
+        return LadderChoice(present, present_sizes, reason, present_weights)
     law = GroupLaw(groups, rules.max_response_tokens)
     now = forecast(rules, engines, law, present, sizes=present_sizes)
+    if present_weights:
+        now = weighed(now)
     is_guess = law.stand_in > rules.max_stand_in and law.keys[-1] < rules.max_response_tokens
     stays = _allowed(rules, now)
     if is_guess and stays:
@@ -67,8 +73,12 @@ def choose_ladder(
             present_sizes,
             f"keeps {name}: the longest group that was seen whole stands for"
             f" {law.stand_in:.0f}, so the tail is a guess",
+            present_weights,
         )
-    others = [forecast(rules, engines, law, factors) for factors in _candidates(rules)]
+    plain = [forecast(rules, engines, law, factors) for factors in _candidates(rules)]
+    others = [item for item in plain if False in rules.selection_weights or not item.factors]
+    if True in rules.selection_weights:
+        others += [weighed(item) for item in plain if item.factors]
     allowed = [other for other in others if _allowed(rules, other, _MARGIN)]
     most = max(item.tokens_per_second for item in allowed)
     equal = (item for item in allowed if item.tokens_per_second >= (1.0 - _EQUAL) * most)
@@ -76,11 +86,12 @@ def choose_ladder(
     gain = _gain(now, best)
     if stays and gain < rules.min_gain:
         reason = f"keeps {_describe(now)}: the best other saves {gain:.1%}"
-        return LadderChoice(present, present_sizes, reason)
+        return LadderChoice(present, present_sizes, reason, present_weights)
     return LadderChoice(
         best.factors,
         best.sizes,
         f"takes {_describe(best)} instead of {_describe(now)}: {len(groups)} groups",
+        best.selection_weights,
     )
 
 
@@ -125,5 +136,6 @@ def ladder_name(factors: tuple[float, ...], sizes: tuple[int, ...] = ()) -> str:
 def _describe(item: Forecast) -> str:
     return (
         f"{ladder_name(item.factors, item.sizes)} ({item.rollout_seconds:.3g} s a round,"
-        f" trained length x{item.length_ratio:.3f}, oldest draw {item.max_age:.0f} steps)"
+        f" trained length x{item.length_ratio:.3f}{' by weights' * item.selection_weights},"
+        f" oldest draw {item.max_age:.0f} steps)"
     )

@@ -64,11 +64,13 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 others,
                 before.speculation_factors,
                 before.tensor_parallel_sizes,
+                before.selection_weights,
             )
             chosen = replace(
                 before,
                 speculation_factors=choice.factors,
                 tensor_parallel_sizes=choice.sizes,
+                selection_weights=choice.selection_weights,
             )
             waiting = chosen if queue and not choice.factors else None
             expected = before if waiting else chosen
@@ -79,6 +81,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
                 "step": step,
                 "factors": list(choice.factors),
                 "sizes": list(choice.sizes),
+                "selection_weights": choice.selection_weights,
                 "reason": choice.reason,
                 "same": same,
             }
@@ -91,13 +94,14 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
     yield {"figure": "ladders", "choices": choices, "differences": differences}
 
 
-def _ladder(rules: TailBatchingRules) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    return rules.speculation_factors, rules.tensor_parallel_sizes
+def _ladder(rules: TailBatchingRules) -> tuple[tuple[float, ...], tuple[int, ...], bool]:
+    return rules.speculation_factors, rules.tensor_parallel_sizes, rules.selection_weights
 
 
 def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> PlannerRules:
     """As they were for a round; `settings`: those that the run began with."""
     rules, tail = arguments.rules, settings["tail_batching"]
+    asked = tail.get("selection_weights")
     return PlannerRules(
         rules.prompts_per_step,
         rules.responses_per_prompt,
@@ -105,7 +109,7 @@ def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> Pl
         rules.max_deferral_age,
         smallest_size=tail.get("tensor_parallel_size", 1),
         largest_size=tail.get("max_tensor_parallel_size", 0),
-        selection_weights=rules.selection_weights,
+        selection_weights=(False, True) if asked is None else (asked,),
     )
 
 

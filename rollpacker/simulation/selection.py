@@ -26,8 +26,9 @@ class WeighedGroup:
     weight: float
 
 
-def weighed_groups(steps: Sequence[StepTrace]) -> Iterator[WeighedGroup]:
-    """The trained groups of a run from its first step on, in order."""
+def weighed_groups(steps: Sequence[StepTrace], *, always: bool = True) -> Iterator[WeighedGroup]:
+    """The trained groups of a run from its first step on, in order; `always`: as if its rules
+    weighed them, whether they do or not."""
     lost: dict[DrawId, LostRace] = {}
     memory = LadderMemory()
     for step in steps:
@@ -35,15 +36,16 @@ def weighed_groups(steps: Sequence[StepTrace]) -> Iterator[WeighedGroup]:
         assert finish is not None
         selection = selection_at(memory, step.step, lost)
         for draw, lengths in step.round.emitted:
-            yield WeighedGroup(draw, lengths, selection.weight(draw, lengths))
+            weighs = always or step.selection_weights
+            yield WeighedGroup(draw, lengths, selection.weight(draw, lengths) if weighs else 1.0)
         deferred = selection.after_race(finish.deferred, finish.cut)
         lost |= {item.draw.id: item.lost for item in deferred if item.lost is not None}
         memory = remembered(memory, round_seen(step))
 
 
-def weighed(steps: Sequence[StepTrace]) -> WeighedSums:
+def weighed(steps: Sequence[StepTrace], *, always: bool = True) -> WeighedSums:
     """Sums over them all."""
     sums = WeighedSums()
-    for group in weighed_groups(steps):
+    for group in weighed_groups(steps, always=always):
         sums = sums.plus(group.weight, group.lengths)
     return sums

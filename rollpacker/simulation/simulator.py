@@ -57,6 +57,7 @@ class StepTrace:
     trained: tuple[DrawId, ...]
     ages: tuple[int, ...]
     factors: tuple[float, ...]  # of the rules that it ran under
+    selection_weights: bool  # by these groups count by what deferral selects
     tensor_parallel_size: int  # that they ask for; 0: the scenario's
     kv_capacity: int  # tokens of a replica
     weight_kv_tokens: int  # of the model
@@ -176,6 +177,7 @@ class Simulator:
             trained=finish.winners,
             ages=tuple(known[draw].age(planned.step) for draw in finish.winners),
             factors=self.rules.speculation_factors,
+            selection_weights=self.rules.selection_weights,
             tensor_parallel_size=self.rules.tensor_parallel_size(planned.level),
             kv_capacity=replicas[0].speed.kv_capacity,
             weight_kv_tokens=self.scenario.model.weight_kv_tokens,

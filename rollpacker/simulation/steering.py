@@ -52,12 +52,14 @@ class PlannedSteering:
             others,
             present.speculation_factors,
             present.tensor_parallel_sizes,
+            present.selection_weights,
         )
         self.reasons.append(f"step {step}: {choice.reason}")
         return dataclasses.replace(
             present,
             speculation_factors=choice.factors,
             tensor_parallel_sizes=choice.sizes,
+            selection_weights=choice.selection_weights,
         )
 
 
@@ -114,5 +116,5 @@ def planner_rules(
         rules.max_deferral_age,
         smallest_size=smallest_size,
         largest_size=largest_size,
-        selection_weights=rules.selection_weights,
+        selection_weights=(False, True),
     )

@@ -102,6 +102,7 @@ class ChosenLadder:
     speculation_factors: tuple[float, ...]
     reason: str  # one line
     tensor_parallel_sizes: tuple[int, ...] = ()  # of engines, by level; empty: they keep their own
+    selection_weights: bool = False  # groups count by what deferral selects
 
 
 @dataclass(frozen=True, slots=True)

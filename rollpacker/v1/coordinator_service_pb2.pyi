@@ -1313,10 +1313,13 @@ class LadderChoice(_message.Message):
     SPECULATION_FACTORS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZES_FIELD_NUMBER: _builtins.int
+    SELECTION_WEIGHTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step that it was chosen for."""
     reason: _builtins.str
     """Why, in one line."""
+    selection_weights: _builtins.bool
+    """Whether groups count by what deferral selects."""
     @_builtins.property
     def speculation_factors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The speculation factor of each level below the last; none: nothing is deferred."""
@@ -1332,10 +1335,11 @@ class LadderChoice(_message.Message):
         speculation_factors: _abc.Iterable[_builtins.float] | None = ...,
         reason: _builtins.str = ...,
         tensor_parallel_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        selection_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "speculation_factors", b"speculation_factors", "step", b"step", "tensor_parallel_sizes", b"tensor_parallel_sizes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "selection_weights", b"selection_weights", "speculation_factors", b"speculation_factors", "step", b"step", "tensor_parallel_sizes", b"tensor_parallel_sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from rollpacker.policy.tail_batching import queue_on
 from rollpacker.settings import RunSettings, SettingsError, merge_settings, parse_run_settings
-from rollpacker.store.records import DroppedDraw, RunState
+from rollpacker.store.records import ChosenLadder, DroppedDraw, RunState
 from rollpacker.types import DeferredDraw, Draw, DrawId
 
 UPDATABLE = (
@@ -45,6 +45,7 @@ UPDATABLE = (
 _OF_DRAWS = ("sampling.max_response_tokens", "sampling.temperature")
 _LADDER = (
     "tail_batching.deferral_levels",
+    "tail_batching.selection_weights",
     "tail_batching.speculation_factors",
     "tail_batching.tensor_parallel_sizes",
 )
@@ -145,17 +146,15 @@ def settled(state: RunState, changes: Iterable[Change], ahead: Collection[DrawId
     return _settled(state)
 
 
-def with_ladder(state: RunState, factors: Sequence[float], sizes: Sequence[int] = ()) -> RunState:
-    """The state with a ladder that mode auto has chosen, as if it had been updated.
-
-    `sizes`: of engines, by level, where they are the run's to choose.
-    """
+def with_ladder(state: RunState, chosen: ChosenLadder) -> RunState:
+    """The state with a ladder that mode auto has chosen, as if it had been updated."""
     ladder: dict[str, Any] = {
-        "deferral_levels": len(factors),
-        "speculation_factors": list(factors),
+        "deferral_levels": len(chosen.speculation_factors),
+        "speculation_factors": list(chosen.speculation_factors),
+        "selection_weights": chosen.selection_weights,
     }
-    if sizes:
-        ladder["tensor_parallel_sizes"] = list(sizes)
+    if chosen.tensor_parallel_sizes:
+        ladder["tensor_parallel_sizes"] = list(chosen.tensor_parallel_sizes)
     return _settled(_updated(state, {"tail_batching": ladder}))
 
 

@@ -208,7 +208,7 @@ class RunDriver:
             state = settled(state, changes, self.prompts.ahead(state, to_drop(changes)))
             ladder = await chosen_ladder(self._store, state, settings_in_force(state))
             if ladder is not None:
-                state = with_ladder(state, ladder.speculation_factors, ladder.tensor_parallel_sizes)
+                state = with_ladder(state, ladder)
                 _log.info("step %d %s", ladder.step, ladder.reason)
             changed = bool(changes) or _differs(state, before)
             state = dataclasses.replace(state, begun_step=state.step)

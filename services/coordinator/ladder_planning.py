@@ -10,6 +10,7 @@ there (`changes.with_ladder`) and one event of the run; the step that is repeate
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollpacker.policy.engine_memory import EnginesSeen
@@ -27,7 +28,6 @@ from rollpacker.policy.ladder_memory import (
     selection_at,
 )
 from rollpacker.policy.selection_weights import Selection
-from rollpacker.policy.tail_batching import TailBatchingRules
 from rollpacker.settings import RunSettings
 from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.store.run_store import RunStore
@@ -44,15 +44,23 @@ async def chosen_ladder(
     records = await store.records_before(state.step, STEPS_SEEN)
     if not is_due(state.step, factors, [record.round_kind for record in records]):
         return None
-    choice = next_ladder(
+    asked = state.settings.get("tail_batching", {}).get("selection_weights")
+    rules = replace(
         planner_rules(settings),
+        selection_weights=(False, True) if asked is None else (asked,),
+    )
+    choice = next_ladder(
+        rules,
         memory_from_json(state.ladder_memory),
         state.step,
         [other_seconds(record.metrics) for record in records],
         factors,
         settings.tail_batching.resolved_tensor_parallel_sizes,
+        settings.tail_batching.resolved_selection_weights,
     )
-    return ChosenLadder(state.step, choice.factors, choice.reason, choice.sizes)
+    return ChosenLadder(
+        state.step, choice.factors, choice.reason, choice.sizes, choice.selection_weights
+    )
 
 
 def planner_rules(settings: RunSettings) -> PlannerRules:
@@ -65,14 +73,11 @@ def planner_rules(settings: RunSettings) -> PlannerRules:
         tail.max_deferral_age,
         smallest_size=tail.tensor_parallel_size,
         largest_size=tail.max_tensor_parallel_size,
-        selection_weights=tail.resolved_selection_weights,
     )
 
 
-def selection_of(state: RunState, rules: TailBatchingRules) -> Selection | None:
-    """What the groups of the open step are weighed by; None: all count 1."""
-    if not rules.selection_weights:
-        return None
+def selection_of(state: RunState) -> Selection:
+    """What is known of the draws of the open step by the races that they have lost."""
     lost = {item.draw.id: item.lost for item in state.deferred if item.lost is not None}
     return selection_at(memory_from_json(state.ladder_memory), state.step, lost)
 

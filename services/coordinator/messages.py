@@ -85,6 +85,7 @@ def ladder_message(chosen: ChosenLadder) -> pb.LadderChoice:
         speculation_factors=chosen.speculation_factors,
         reason=chosen.reason,
         tensor_parallel_sizes=chosen.tensor_parallel_sizes,
+        selection_weights=chosen.selection_weights,
     )
 
 

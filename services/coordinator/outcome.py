@@ -44,7 +44,7 @@ def round_outcome(
         weight_version=state.weight_version + 1,
         weights_uri="",
         long_round=False,
-        deferred=_next_queue(state, rules, planned, finish),
+        deferred=_next_queue(state, planned, finish),
         totals=add_domains(next_totals(state, groups, finish), groups, domain_of),
         ladder_memory=memory_after(state, result),
     )
@@ -96,11 +96,10 @@ def finished_record(
 
 
 def _next_queue(
-    state: RunState, rules: TailBatchingRules, planned: RoundPlan, finish: FinishRound
+    state: RunState, planned: RoundPlan, finish: FinishRound
 ) -> tuple[DeferredDraw, ...]:
     """The queue after a round: what it did not take, then what it deferred; by level."""
     taken = {draw.id for draw in planned.queued}
     queue = [item for item in state.deferred if item.draw.id not in taken]
-    selection = selection_of(state, rules)
-    deferred = selection.after_race(finish.deferred, finish.cut) if selection else finish.deferred
+    deferred = selection_of(state).after_race(finish.deferred, finish.cut)
     return tuple(sorted([*queue, *deferred], key=lambda item: item.draw.level))

@@ -138,7 +138,7 @@ class RoundRunner:
             tokenizer=self._context.data.tokenizer,
             drafts=await self._drafts.load([draw.id for draw in planned.queued]),
             carry_over_max_tokens=tail.carry_over_max_tokens if self._rules.keeps_seeds else 0,
-            selection=selection_of(state, self._rules),
+            selection=selection_of(state) if self._rules.selection_weights else None,
         )
 
     def _spec(self, state: RunState, planned: RoundPlan) -> EngineSpec:

@@ -88,7 +88,9 @@ def in_force(settings: RunSettings) -> dict[str, Any]:
     """Values of the settings, one that is left out as the mode fills it in: to compare runs by."""
     values = settings.model_dump(mode="json")
     values["tail_batching"]["rebalance"] = settings.tail_batching.resolved_rebalance
-    values["tail_batching"]["selection_weights"] = settings.tail_batching.resolved_selection_weights
+    if settings.tail_batching.mode != "auto":
+        weighs = settings.tail_batching.resolved_selection_weights
+        values["tail_batching"]["selection_weights"] = weighs
     return values
 
 
