@@ -53,10 +53,16 @@ def test_a_ladder_of_none_that_waited_for_the_end_of_the_queue_is_the_present_on
     told: list[tuple[int, tuple[float, ...]]] = []
 
     def next_ladder(
-        rules: Any, memory: Any, step: int, others: Any, present: tuple[float, ...], sizes: Any
+        _rules: Any,
+        _memory: Any,
+        step: int,
+        _others: Any,
+        present: tuple[float, ...],
+        sizes: Any,
+        weights: bool,
     ) -> LadderChoice:
         told.append((step, present))
-        return LadderChoice({3: (), 4: AFTER}[step], sizes, "")
+        return LadderChoice({3: (), 4: AFTER}[step], sizes, "", weights)
 
     monkeypatch.setattr(recorded_ladder, "next_ladder", next_ladder)
     logged, queue, drawn = [], list[DeferredDraw](), 0

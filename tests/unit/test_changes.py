@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollpacker.settings import SettingsError, parse_run_settings
-from rollpacker.store.records import RunState, state_from_json, state_to_json
+from rollpacker.store.records import ChosenLadder, RunState, state_from_json, state_to_json
 from rollpacker.types import DeferredDraw, Draw, DrawId
 from services.coordinator.changes import (
     Change,
@@ -167,16 +167,36 @@ def test_the_newest_value_holds_also_over_one_that_waits() -> None:
     assert (after.updated_settings, after.waiting_settings) == (two, {})
 
 
+def ladder(*factors: float, weights: bool = False) -> ChosenLadder:
+    return ChosenLadder(3, factors, "", selection_weights=weights)
+
+
+def test_weights_come_and_go_with_the_ladder() -> None:
+    state = with_ladder(state_with([1, 2, 2]), ladder(1.25, weights=True))
+    assert settings_in_force(state).tail_batching.resolved_selection_weights
+    waiting = with_ladder(state, ladder())
+    assert settings_in_force(waiting).tail_batching.resolved_selection_weights  # of what is queued
+    drained = settled(dataclasses.replace(waiting, deferred=()), [])
+    assert not settings_in_force(drained).tail_batching.resolved_selection_weights
+    settings = {**state.settings, "tail_batching": {"mode": "auto"}}
+    planned = dataclasses.replace(state, settings=settings)
+    values = {"tail_batching": {"selection_weights": False}}
+    with pytest.raises(SettingsError, match="selection_weights.*planned by the run, in mode auto"):
+        checked_update(planned, [], values)
+
+
 def test_a_planned_ladder_is_in_force_at_once_and_none_waits_for_the_end_of_the_queue() -> None:
-    state = with_ladder(state_with([1, 2, 2]), [1.25])
+    state = with_ladder(state_with([1, 2, 2]), ladder(1.25))
     assert settings_in_force(state).tail_batching.resolved_speculation_factors == (1.25,)
     assert [item.draw.level for item in state.deferred] == [1, 1, 1]
-    higher = with_ladder(with_ladder(state_with([1, 2, 2]), [1.5, 1.75]), [2.0, 2.0, 2.0])
+    higher = with_ladder(
+        with_ladder(state_with([1, 2, 2]), ladder(1.5, 1.75)), ladder(2.0, 2.0, 2.0)
+    )
     assert [item.draw.level for item in higher.deferred] == [1, 3, 3]  # next: a long round
-    waiting = with_ladder(state, [])
+    waiting = with_ladder(state, ladder())
     assert settings_in_force(waiting).tail_batching.resolved_levels == 1
     drained = settled(dataclasses.replace(waiting, deferred=()), [])
     assert settings_in_force(drained).tail_batching.resolved_speculation_factors == ()
-    again = with_ladder(waiting, [1.5, 2.0])  # chosen before the queue was empty
+    again = with_ladder(waiting, ladder(1.5, 2.0))  # chosen before the queue was empty
     assert again.waiting_settings == {}
     assert settings_in_force(again).tail_batching.resolved_speculation_factors == (1.5, 2.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollpacker.policy.engine_forecast import EngineMeasure
 from rollpacker.policy.group_law import GroupLaw, ObservedGroup
-from rollpacker.policy.ladder_forecast import PlannerRules, forecast, level_rounds
+from rollpacker.policy.ladder_forecast import PlannerRules, forecast, level_rounds, weighed
 from rollpacker.policy.planner import LadderChoice, choose_ladder
 from rollpacker.policy.response_drift import Unchanged
 from rollpacker.policy.reward_forecast import GraderMeasure
@@ -85,46 +85,69 @@ def test_it_does_not_defer_what_would_come_out_shorter() -> None:
     assert chosen(drifting, groups(300, 0.05), (1.5,)).factors == ()
 
 
-def weighed(unchanged: float) -> PlannerRules:
-    """Groups count by what deferral selects; so likely a response is the same again."""
-    return replace(RULES, unchanged=lambda _updates, _tokens: unchanged, selection_weights=True)
+def changing(unchanged: float) -> PlannerRules:
+    """So likely a response is the same again; groups may count by what deferral selects."""
+    return replace(
+        RULES, unchanged=lambda _updates, _tokens: unchanged, selection_weights=(False, True)
+    )
 
 
-def test_weights_change_no_forecast_where_nothing_changes() -> None:
+def test_where_nothing_changes_weights_promise_nothing() -> None:
     law = GroupLaw(groups(300, 0.05), 8192)
-    for factors in ((), (1.5,), (2.0, 1.25)):
-        found = forecast(weighed(1.0), ENGINES, law, factors)
-        plain = forecast(RULES, ENGINES, law, factors)
+    for factors in ((1.5,), (2.0, 1.25)):
+        plain = forecast(changing(1.0), ENGINES, law, factors)
+        assert plain.effective_share == pytest.approx(1.0)
+        found = weighed(plain)
         assert found.length_ratio == pytest.approx(plain.length_ratio)
-        assert found.tokens_per_second == pytest.approx(plain.tokens_per_second)
+        assert 0.9 * plain.tokens_per_second < found.tokens_per_second < plain.tokens_per_second
+    assert not chosen(changing(1.0), groups(300, 0.05), ()).selection_weights
 
 
 @pytest.mark.parametrize("unchanged", [0.0, 0.5, 0.9])
 def test_of_weighed_groups_those_count_that_stay_long(unchanged: float) -> None:
     """Of those that are drawn afresh, as many as of all groups, where prompts do not differ."""
-    rules, law = weighed(unchanged), GroupLaw(groups(2000, 0.05), 8192)
+    rules, law = changing(unchanged), GroupLaw(groups(2000, 0.05), 8192)
     first, second = level_rounds(rules, law, (1.5,))
     assert first.stays == 1.0
     assert second.stays == pytest.approx(unchanged + (1.0 - unchanged) / 3.0, abs=0.03)
-    found = forecast(rules, ENGINES, law, (1.5,))
-    plain = forecast(replace(rules, selection_weights=False), ENGINES, law, (1.5,))
-    assert abs(found.length_ratio - 1.0) < 0.5 * abs(plain.length_ratio - 1.0)
+    plain = forecast(rules, ENGINES, law, (1.5,))
     effective = 1.0 / (first.rate + second.rate / second.stays)
-    counted = found.length_ratio * law.tokens(0.0, 1.0) * effective * RULES.prompts_per_step
-    assert found.tokens_per_second == pytest.approx(counted / found.step_seconds)
+    assert plain.effective_share == pytest.approx(effective)
+    found = weighed(plain)
+    assert abs(found.length_ratio - 1.0) < 0.5 * abs(plain.length_ratio - 1.0)
+    counted = effective * found.length_ratio * law.tokens(0.0, 1.0) * RULES.prompts_per_step
+    assert 0.9 * counted < found.tokens_per_second * found.step_seconds < counted
 
 
 def test_with_weights_it_defers_what_it_would_not_without_them() -> None:
-    seen, rules = groups(300, 0.05), weighed(0.8)
-    assert chosen(replace(rules, selection_weights=False), seen, ()).factors == ()
+    seen, rules = groups(300, 0.05), changing(0.8)
+    assert chosen(replace(rules, selection_weights=(False,)), seen, ()).factors == ()
     choice = chosen(rules, seen, ())
     assert choice.factors
-    law = GroupLaw(seen, 8192)
-    plain = forecast(
-        replace(rules, selection_weights=False), ENGINES, law, choice.factors
-    ).length_ratio
-    assert plain < 0.98
-    assert chosen(weighed(0.0), seen, ()).factors == ()  # too much would be missing with them too
+    assert choice.selection_weights
+    assert "by weights" in choice.reason
+    assert forecast(rules, ENGINES, GroupLaw(seen, 8192), choice.factors).length_ratio < 0.98
+    nothing_stays = chosen(changing(0.0), seen, ())  # too much would be missing with them too
+    assert (nothing_stays.factors, nothing_stays.selection_weights) == ((), False)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_it_weighs_where_it_has_to_and_does_not_where_it_may_not(asked: bool) -> None:
+    for unchanged in (0.8, 1.0):
+        rules = replace(changing(unchanged), selection_weights=(asked,))
+        choice = chosen(rules, groups(300, 0.05), ())
+        assert choice.selection_weights == (asked and bool(choice.factors))
+
+
+def test_weights_stay_while_nothing_else_pays() -> None:
+    seen, rules = groups(300, 0.05), changing(0.8)
+    first = chosen(rules, seen, ())
+    sizes = (0,) * (len(first.factors) + 1)
+    again = choose_ladder(rules, ENGINES, seen, first.factors, sizes, first.selection_weights)
+    assert again.selection_weights
+    assert again.factors == first.factors
+    without = choose_ladder(rules, ENGINES, seen, first.factors, sizes)
+    assert without.selection_weights  # the same ladder is not allowed without
 
 
 def test_drafts_make_deferral_cheaper() -> None:

@@ -257,8 +257,8 @@ def test_equal_weights_say_as_much_as_no_weights() -> None:
 @pytest.mark.parametrize(
     ("tail", "weighs"),
     [
-        ({"mode": "auto"}, True),
-        ({"mode": "auto", "selection_weights": False}, False),
+        ({"mode": "auto"}, False),  # to begin with
+        ({"mode": "auto", "selection_weights": True}, True),
         ({"mode": "exact"}, False),
         ({"mode": "exact", "selection_weights": True}, True),
         ({"mode": "paper"}, False),

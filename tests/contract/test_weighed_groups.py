@@ -13,7 +13,9 @@ from rollpacker.policy.ladder_memory import LadderMemory, remembered, selection_
 from rollpacker.policy.selection_weights import WeighedSums
 from rollpacker.round_log import read_round
 from rollpacker.simulation.recorded_ladder import round_seen
+from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.types import DrawId, LostRace, PromptGroup
+from services.coordinator import driver
 from services.coordinator.outputs.run_outputs import read_step_samples
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
 from tests.tiny_run import run_settings
@@ -131,14 +133,31 @@ async def test_mode_exact_counts_all_groups_alike_unless_it_is_told(
     assert last.metrics["bias/weighed_ratio"] == pytest.approx(last.metrics["bias/ratio"])
 
 
-async def test_mode_auto_weighs_unless_it_is_told(cluster: Cluster) -> None:
+async def test_mode_auto_weighs_where_it_is_told_to(cluster: Cluster) -> None:
+    tail = {"mode": "auto", "speculation_factors": None}
     async with coordinator(cluster) as run:
-        await run.start(
-            settings(
-                cluster.directory, mode="auto", speculation_factors=None, selection_weights=None
-            )
-        )
+        await run.start(settings(cluster.directory, **tail))
         await run.until_ended()
         steps = await trained(run, cluster.directory)
     assert weights(steps) == replayed_weights(cluster.directory, steps)
     assert set(weights(steps).values()) != {1.0}
+
+
+async def test_mode_auto_begins_to_weigh_in_the_middle_of_a_run(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the step that the planner says, also draws that lost their race before."""
+
+    async def any_ladder(_store: Any, state: RunState, _settings: Any) -> ChosenLadder | None:
+        return ChosenLadder(5, (1.5, 2.0), "takes", (), True) if state.step == 5 else None
+
+    monkeypatch.setattr(driver, "chosen_ladder", any_ladder)
+    async with coordinator(cluster) as run:
+        await run.start(settings(cluster.directory, mode="auto", selection_weights=None))
+        await run.until_ended()
+        steps = await trained(run, cluster.directory)
+    expected = replayed_weights(cluster.directory, steps)
+    before = {draw for groups in steps[:5] for draw in weights([groups])}
+    assert weights(steps) == {d: 1.0 if d in before else w for d, w in expected.items()}
+    lost_before = {g.draw.id for groups in steps[5:] for g in groups if g.draw.first_step < 5}
+    assert any(expected[draw] != 1.0 for draw in lost_before)
