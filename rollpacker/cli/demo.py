@@ -146,6 +146,7 @@ def as_synchronous(settings: RunSettings) -> RunSettings:
         "deferral_levels": None,
         "speculation_factors": None,
         "response_speculation_factor": None,
+        "selection_weights": None,
     }
     return parse_run_settings(values)
 

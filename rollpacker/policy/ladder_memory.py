@@ -116,7 +116,8 @@ class LadderMemory:
 def selection_at(memory: LadderMemory, step: int, lost: Mapping[DrawId, LostRace]) -> Selection:
     """By which a step's groups are weighed; `lost`: the races that the queue's draws have lost."""
     whole = (group.response_tokens for group in memory.groups.values() if group.complete)
-    return Selection(step, lost, unchanged(memory.pairs), sorted(chain.from_iterable(whole)))
+    law = unchanged(memory.pairs) if memory.pairs else None
+    return Selection(step, lost, law, sorted(chain.from_iterable(whole)))
 
 
 def remembered(memory: LadderMemory, seen: RoundSeen) -> LadderMemory:

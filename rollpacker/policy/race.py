@@ -64,6 +64,11 @@ class Race(Protocol):
         """Running entrants with more tokens than this have lost; None while nothing is decided."""
         ...
 
+    def cut(self, draw: DrawId) -> int | None:
+        """An entrant that has lost has more tokens than this: one less than the last place if it
+        stands behind it, so that as many lose. None: length did not decide."""
+        ...
+
 
 class TokenRace:
     """See the top of the file. An event costs the logarithm of the number of entrants."""
@@ -171,6 +176,13 @@ class TokenRace:
     def deciding_tokens(self) -> int | None:
         last = self._last_place()
         return None if last is None else last[0]
+
+    def cut(self, draw: DrawId) -> int | None:
+        last = self._last_place()
+        if last is None or last == _AHEAD_OF_ALL:
+            return None
+        tokens, order = last
+        return tokens - (self._order[draw] > order)
 
     def _rank(self, draw: DrawId) -> _Rank:
         return (self._bounds[draw], self._order[draw])
@@ -282,6 +294,9 @@ class ArrivalRace:
 
     @property
     def deciding_tokens(self) -> int | None:
+        return None
+
+    def cut(self, draw: DrawId) -> int | None:  # noqa: ARG002
         return None
 
     def _close_if_full(self) -> None:

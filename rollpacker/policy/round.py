@@ -185,17 +185,12 @@ class Round:
                     self._groups,
                     self._winners.emitted,
                     self._replacements.holders,
-                    self._cut(),
+                    self._race.cut,
                     self._times,
                     event.at,
                 )
             )
         return commands
-
-    def _cut(self) -> int | None:
-        """Of the race that is over; None also where protected draws took all places."""
-        cut = self._race.deciding_tokens
-        return None if cut is None or cut < 0 else cut
 
     def _nothing_is_open(self) -> bool:
         """With dynamic sampling, after a crash: whether it is known again which groups are flat."""

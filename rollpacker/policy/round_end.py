@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from rollpacker.policy.commands import FinishRound
@@ -34,18 +34,19 @@ def finish_round(
     groups: Mapping[DrawId, Group],
     emitted: Sequence[DrawId],
     place_holders: Set[DrawId],
-    cut: int | None,
+    cut_of: Callable[[DrawId], int | None],
     times: RoundTimes,
     at: float,
 ) -> FinishRound:
-    """`groups` are in launch order; `place_holders` have a place without racing for it; `cut`:
-    tokens of the last place that was raced for, None: none was."""
+    """`groups` are in launch order; `place_holders` have a place without racing for it; `cut_of`:
+    what a loser of the race has more tokens than, None: it did not go by length."""
     flat = dropped_draws(rules, plan, groups, place_holders)
     lost = [
         group
         for draw, group in groups.items()
         if group.state is not GroupState.EMITTED and draw not in flat
     ]
+    cuts = [cut_of(group.draw.id) for group in lost]
     rollout_seconds, race_wait_seconds = times.of_rollout(at)
     return FinishRound(
         winners=tuple(emitted),
@@ -55,7 +56,7 @@ def finish_round(
         race_wait_seconds=race_wait_seconds,
         flat=tuple(draw for draw in groups if draw in flat),
         cut_tokens=tuple(tokens for draw in emitted for tokens in groups[draw].cut_tokens),
-        cut=cut,
+        cuts=tuple(cut for cut in cuts if cut is not None),  # of all losers, or of none
     )
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -45,35 +45,39 @@ class Selection:
 
     step: int
     lost: Mapping[DrawId, LostRace]  # by those that have lost a race
-    unchanged: Unchanged  # as it was measured in earlier steps
+    unchanged: Unchanged | None  # as it was measured in earlier steps; None: nothing was compared
     lengths: Sequence[int] = ()  # of responses to any prompt, in tokens, sorted
 
     def weight(self, draw: DrawId, lengths: Sequence[int]) -> float:
         """Of a group that the step trains, with responses of these lengths in tokens: 0 if it has
-        turned short, 1 if it never lost."""
+        turned short, 1 if it never lost, or nothing is known of how responses change."""
         lost = self.lost.get(draw)
-        if lost is None:
+        if lost is None or self.unchanged is None:
             return 1.0
         return lost.weight * self._factor(lost, lengths) if max(lengths) > lost.cut else 0.0
 
     def after_race(
-        self, deferred: Iterable[DeferredDraw], cut: int | None
+        self, deferred: Sequence[DeferredDraw], cuts: Sequence[int]
     ) -> tuple[DeferredDraw, ...]:
         """The draws that the step's race has deferred, with what that says of them.
 
-        `cut`: tokens of the last place that was raced for; None: it did not go by length.
+        `cuts`: of each, what its longest response has more tokens than; empty: the race did not go
+        by length.
         """
-        return tuple(replace(item, lost=self._lost(item, cut)) for item in deferred)
+        if not cuts:
+            return tuple(replace(item, lost=self.lost.get(item.draw.id)) for item in deferred)
+        return tuple(
+            replace(item, lost=self._lost(item, cut))
+            for item, cut in zip(deferred, cuts, strict=True)
+        )
 
-    def _lost(self, item: DeferredDraw, cut: int | None) -> LostRace | None:
+    def _lost(self, item: DeferredDraw, cut: int) -> LostRace:
         before = self.lost.get(item.draw.id)
-        if cut is None:
-            return before
-        longest = max(item.response_tokens)
-        cut -= longest <= cut  # with just as many tokens it lost by its place
         if before is None:
             return LostRace(cut, self.step)
-        if max(cut, longest - 1) < before.cut:  # so far not longer than an earlier race says
+        if not any(item.response_tokens):  # it was not launched: behind a crash, for one
+            return before
+        if max(cut, max(item.response_tokens) - 1) < before.cut:  # so far not longer than then
             has_turned_short = all(item.finished)
             return replace(before, weight=0.0) if has_turned_short else before  # else: not known
         lengths = [
@@ -85,9 +89,12 @@ class Selection:
 
     def _factor(self, lost: LostRace, lengths: Sequence[int]) -> float:
         """1 / P of a group that stays."""
+        law = self.unchanged
+        if law is None:
+            return 1.0
 
         def unchanged(tokens: int) -> float:
-            return self.unchanged(self.step - lost.step, tokens) if tokens else 1.0
+            return law(self.step - lost.step, tokens) if tokens else 1.0
 
         sample = _of_the_prompt(lengths, lost.cut)
         return 1.0 / stay_probability(lengths, lost.cut, unchanged, sample, self.lengths)
@@ -165,6 +172,11 @@ class WeighedSums:
     def mean_length(self) -> float:
         """Of a response, in tokens; 0 where there is none."""
         return self.tokens / self.responses if self.responses else 0.0
+
+    @property
+    def mean_weight(self) -> float:
+        """Of a group: about 1, if responses change as they are foretold to; 1 where none is."""
+        return self.weights / self.groups if self.groups else 1.0
 
     @property
     def zero_weight_share(self) -> float:

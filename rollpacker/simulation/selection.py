@@ -38,7 +38,7 @@ def weighed_groups(steps: Sequence[StepTrace], *, always: bool = True) -> Iterat
         for draw, lengths in step.round.emitted:
             weighs = always or step.selection_weights
             yield WeighedGroup(draw, lengths, selection.weight(draw, lengths) if weighs else 1.0)
-        deferred = selection.after_race(finish.deferred, finish.cut)
+        deferred = selection.after_race(finish.deferred, finish.cuts)
         lost |= {item.draw.id: item.lost for item in deferred if item.lost is not None}
         memory = remembered(memory, round_seen(step))
 

@@ -101,5 +101,5 @@ def _next_queue(
     """The queue after a round: what it did not take, then what it deferred; by level."""
     taken = {draw.id for draw in planned.queued}
     queue = [item for item in state.deferred if item.draw.id not in taken]
-    deferred = selection_of(state).after_race(finish.deferred, finish.cut)
+    deferred = selection_of(state).after_race(finish.deferred, finish.cuts)
     return tuple(sorted([*queue, *deferred], key=lambda item: item.draw.level))

@@ -178,6 +178,7 @@ def _bias_metrics(after: RunState) -> dict[str, float]:
         "bias/ratio": bias.ratio,
         "bias/weighed_ratio": weighed_ratio,
         "selection/effective_share": weighed.effective_share,
+        "selection/mean_weight": weighed.mean_weight,
         "bias/shorter_again_share": bias.shorter_again_share,
         "perf/generated_tokens": float(generated),
         "perf/waste": generated / trained if trained else 0.0,

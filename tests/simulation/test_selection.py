@@ -77,7 +77,9 @@ def test_weights_that_do_not_move_weigh_nothing() -> None:
 def test_a_group_that_lost_at_the_cap_by_its_place_counts() -> None:
     """Races that end at the cap: a group with as many tokens cannot have turned short."""
     steps, _ = run(MEASURED, 2.0, 2.0, 2.0, 2.0, 2.0)
-    assert CAP in [step.round.finish.cut for step in steps if step.round.finish]
+    cuts = [cut for step in steps if step.round.finish for cut in step.round.finish.cuts]
+    assert CAP - 1 in cuts
+    assert max(cuts) == CAP - 1
     weights = [g.weight for g in weighed_groups(steps) if max(g.lengths) == CAP]
     assert weights
     assert min(weights) >= 1.0

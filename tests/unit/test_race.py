@@ -86,6 +86,20 @@ class PlainRace:
         return racing[self.free_places - 1][0] if len(racing) >= self.free_places else None
 
 
+def assert_cuts_part_losers_from_the_others(race: TokenRace, plain: PlainRace) -> None:
+    """Who holds a free place has as many tokens as its cut, or less; who has lost has more."""
+    for draw in [draw for draw in plain.entrants if draw not in plain.gone | plain.protected]:
+        cut = race.cut(draw)
+        if plain.free_places <= 0 or race.deciding_tokens is None:
+            assert cut is None
+            continue
+        assert cut is not None
+        if plain.has_lost(draw):
+            assert plain.rank(draw)[0] > cut
+        elif draw in plain.complete_ones:
+            assert plain.rank(draw)[0] <= cut
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_token_race_is_its_rule_after_any_calls(data: st.DataObject) -> None:
@@ -108,6 +122,7 @@ def test_a_token_race_is_its_rule_after_any_calls(data: st.DataObject) -> None:
         getattr(race, name)(*arguments)
         getattr(plain, name)(*arguments)
         assert race.deciding_tokens == plain.deciding_tokens
+        assert_cuts_part_losers_from_the_others(race, plain)
         assert race.take_losers() == plain.take_losers()
         if at_least % 2:  # now and then, so that several are taken at once
             assert race.take_winners() == plain.take_winners()

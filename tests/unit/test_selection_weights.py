@@ -128,7 +128,8 @@ def lost(
     """What is known of a draw behind the race of `step`."""
     selection = Selection(step, {DRAW.id: before} if before else {}, unchanged)
     ended = tuple(finished) or (True,) * len(tokens)
-    (item,) = selection.after_race([DeferredDraw(DRAW, tuple(tokens), ended)], cut)
+    cuts = () if cut is None else (cut,)
+    (item,) = selection.after_race([DeferredDraw(DRAW, tuple(tokens), ended)], cuts)
     assert (item.draw, item.response_tokens) == (DRAW, tuple(tokens))
     return item.lost
 
@@ -181,12 +182,19 @@ def test_races_multiply_each_with_its_own_cut_and_updates() -> None:
     assert weight(second, [3, 3, 40], 10) == pytest.approx(once * again)
 
 
-def test_who_loses_by_its_place_may_have_as_many_tokens_again() -> None:
-    """And so at the cap, beyond which nothing is."""
-    before = lost([3, 3, 8], 8)
-    assert before == LostRace(7, 5)
-    assert weight(before, [3, 3, 8], 6) >= 1.0
-    assert weight(before, [3, 3, 7], 6) == 0.0
+def test_nothing_is_weighed_while_nothing_was_compared() -> None:
+    selection = Selection(6, {DRAW.id: LostRace(10, 5)}, None)
+    assert selection.weight(DRAW.id, [3, 4, 5]) == 1.0
+    assert selection.weight(DRAW.id, [3, 4, 50]) == 1.0
+    (item,) = selection.after_race([DeferredDraw(DRAW, (3, 4, 50), (True,) * 3)], [20])
+    assert item.lost == LostRace(20, 6)
+
+
+def test_a_loser_that_a_crash_kept_from_being_launched_says_nothing_new() -> None:
+    never = {"finished": (False, False, False)}
+    assert lost([0, 0, 0], 8, **never) == LostRace(8, 5)
+    before = LostRace(6, 2, 1.5)
+    assert lost([0, 0, 0], 8, before, **never) == before
 
 
 def test_a_race_that_does_not_go_by_length_says_nothing() -> None:
@@ -209,7 +217,7 @@ def test_responses_that_were_cut_again_are_longer_than_the_cut() -> None:
     before = LostRace(20, 2)
     found = lost([3, 19, 19], 24, before, finished=(True, False, False))
     assert found is not None
-    assert (found.cut, found.step) == (23, 5)
+    assert (found.cut, found.step) == (24, 5)
     assert found.weight == pytest.approx(weight(LostRace(20, 2), [3, 24, 24], 5))
 
 
@@ -249,9 +257,11 @@ def test_sums_count_each_group_by_its_weight(groups: list[tuple[float, int]]) ->
 def test_equal_weights_say_as_much_as_no_weights() -> None:
     sums = WeighedSums().plus(1.0, [3]).plus(1.0, [5])
     assert (sums.effective_share, sums.zero_weight_share, sums.mean_length) == (1.0, 0.0, 4.0)
+    assert sums.mean_weight == 1.0
     with_one_that_counts_nothing = sums.plus(0.0, [7])
     assert with_one_that_counts_nothing.effective_share == pytest.approx(2 / 3)
     assert with_one_that_counts_nothing.zero_weight_share == pytest.approx(1 / 3)
+    assert with_one_that_counts_nothing.mean_weight == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
