@@ -20,6 +20,7 @@ EXACT = parse_run_settings(
             "prompts_per_step": 8,
             "speculation_factors": [1.5, 2.0],
             "deferral_levels": 2,
+            "selection_weights": True,
         },
     }
 )

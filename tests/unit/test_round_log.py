@@ -122,6 +122,15 @@ def test_an_event_from_before_weights_were_told_is_read() -> None:
     assert event_from_json(values) == event
 
 
+def test_a_log_from_before_cuts_were_told_is_played_again() -> None:
+    logged = read_round(lines_of(0, 0, RaceKind.TOKENS))
+    finish = logged.handled[-1].commands[-1]
+    assert finish.pop("cuts")
+    assert replayed(logged) == []
+    finish["winners"] = finish["winners"][::-1]
+    assert len(replayed(logged)) == 1
+
+
 def test_a_command_that_differs_is_found() -> None:
     lines = lines_of(0, 0)
     wrong = [line.replace('"type":"EmitGroup"', '"type":"AbortGroup"', 1) for line in lines]
