@@ -51,6 +51,7 @@ _HALF_LIFE_STEPS = 16.0
 _FADES = 0.5 ** (1.0 / _HALF_LIFE_STEPS)  # per step
 _MIN_COMPARED = 30.0  # draft tokens of an age
 _MIN_ANSWERS = 16.0  # before graders of a kind count as measured
+_MIN_PAIRS = 16.0  # before groups are weighed by how responses change
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class LadderMemory:
 def selection_at(memory: LadderMemory, step: int, lost: Mapping[DrawId, LostRace]) -> Selection:
     """By which a step's groups are weighed; `lost`: the races that the queue's draws have lost."""
     whole = (group.response_tokens for group in memory.groups.values() if group.complete)
-    law = unchanged(memory.pairs) if memory.pairs else None
+    compared = sum(item.compared for item in memory.pairs.values())
+    law = unchanged(memory.pairs) if compared >= _MIN_PAIRS else None
     return Selection(step, lost, law, sorted(chain.from_iterable(whole)))
 
 

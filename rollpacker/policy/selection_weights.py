@@ -20,7 +20,7 @@ That is exact for known S and u, if S is the same before and after, launches cha
 each other and of what the tokens say. S is taken from the group's own responses, which are few, and
 those of all prompts beside them, so what comes out is near. u is measured (`response_drift`).
 Groups that lose several races have a weight from each; a cut that is lower than one before selects
-no further (decision 43).
+no further (decision 44).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Selection:
 
     step: int
     lost: Mapping[DrawId, LostRace]  # by those that have lost a race
-    unchanged: Unchanged | None  # as it was measured in earlier steps; None: nothing was compared
+    unchanged: Unchanged | None  # as it was measured in earlier steps; None: too little was seen
     lengths: Sequence[int] = ()  # of responses to any prompt, in tokens, sorted
 
     def weight(self, draw: DrawId, lengths: Sequence[int]) -> float:

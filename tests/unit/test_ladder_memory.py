@@ -17,13 +17,16 @@ from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.ladder_memory import (
     LadderMemory,
     RoundSeen,
+    SeenGroup,
     TrainedGroup,
     is_due,
     memory_from_json,
     memory_to_json,
     next_ladder,
     remembered,
+    selection_at,
 )
+from rollpacker.policy.response_drift import Pairs
 from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.types import DeferredDraw, Draw, DrawId, RoundKind
 
@@ -266,3 +269,14 @@ def test_without_long_rounds_or_with_nothing_else_it_is_chosen_every_few_steps()
     climbing = [step for step in range(24) if is_due(step, (1.25, 1.25), [SHORT] * min(step, 16))]
     assert climbing == [16, 20]
     assert [step for step in range(9) if is_due(step, (), [LONG] * step)] == [4, 8]
+
+
+def test_groups_are_weighed_once_enough_responses_have_ended_twice() -> None:
+    whole = SeenGroup(0, (7, 3), True)
+    cut = SeenGroup(0, (9, 9), False)
+    groups = {DrawId(0, "a"): whole, DrawId(0, "b"): cut}
+    for compared, is_known in ((15.0, False), (16.0, True)):
+        pairs = {(1, 4): Pairs(compared, compared / 2, 20.0 * compared)}
+        selection = selection_at(LadderMemory(groups, pairs=pairs), 5, {})
+        assert (selection.unchanged is not None) == is_known
+        assert (selection.step, selection.lengths) == (5, [3, 7])
