@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollpacker.policy.ladder_memory import LadderMemory, remembered, selection_at
-from rollpacker.policy.selection_weights import WeighedSums
+from rollpacker.policy.selection_weights import Selection, WeighedSums
 from rollpacker.simulation.simulator import StepTrace
 from rollpacker.simulation.steering import round_seen
 from rollpacker.types import DrawId, LostRace
@@ -34,7 +34,11 @@ def weighed_groups(steps: Sequence[StepTrace], *, always: bool = True) -> Iterat
     for step in steps:
         finish = step.round.finish
         assert finish is not None
-        selection = selection_at(memory, step.step, lost)
+        came = [*(draw for draw, _ in step.round.emitted), *(i.draw.id for i in finish.deferred)]
+        if any(draw in lost for draw in came):
+            selection = selection_at(memory, step.step, lost)
+        else:  # no weight goes by how responses change, which takes a while to find
+            selection = Selection(step.step, lost, None)
         for draw, lengths in step.round.emitted:
             weighs = always or step.selection_weights
             yield WeighedGroup(draw, lengths, selection.weight(draw, lengths) if weighs else 1.0)
