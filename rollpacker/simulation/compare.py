@@ -37,6 +37,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from statistics import fmean
 from typing import Any
 
@@ -206,7 +207,9 @@ def compare(
         for cap in caps
         for rho in rhos
     ]
-    with ProcessPoolExecutor(min(len(scenarios), os.cpu_count() or 1)) as pool:
+    count = min(len(scenarios), os.cpu_count() or 1)
+    # Not forked: the caller may have threads.
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         for rows in pool.map(partial(_drawn, parameters, steps, tried), scenarios):
             yield from rows
 

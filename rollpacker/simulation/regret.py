@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from statistics import fmean
 from typing import Any
 
@@ -165,7 +166,9 @@ def regret_rows(
         for scenario in scenarios
         for number in range(seeds)
     ]
-    with ProcessPoolExecutor(min(len(drawn), os.cpu_count() or 1)) as pool:
+    count = min(len(drawn), os.cpu_count() or 1)
+    # Not forked: the caller may have threads.
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         all_played = pool.map(partial(_played, parameters, steps), drawn)
         for scenario in scenarios:
             yield _row(scenario, list(islice(all_played, seeds)))
