@@ -58,7 +58,8 @@ class FinishRound:
     race_wait_seconds: float  # of these, after enough groups were complete to fill the step
     flat: tuple[DrawId, ...] = ()  # dropped: no advantage in the whole group; in launch order
     cut_tokens: tuple[int, ...] = ()  # of responses of the winners that were let go unfinished
-    # By deferred draw: its longest response has more tokens. Empty: the race did not go by length.
+    # Of each deferred draw: its longest response has more tokens than this. Empty: the race did not
+    # go by length.
     cuts: tuple[int, ...] = ()
 
 

@@ -74,8 +74,8 @@ class PlannerRules:
     resize_seconds: float = 0.0  # for which nothing is decoded, when engines change their size
     smallest_size: int = 1  # tensor-parallel sizes from which to choose
     largest_size: int = 0  # 0: engines keep their own
-    # Whether groups may count by what deferral selects, and whether they need not.
-    selection_weights: tuple[bool, ...] = (False,)
+    # Whether groups count by what deferral selects; None: the planner chooses.
+    selection_weights: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ def choose_ladder(
             present_weights,
         )
     plain = [forecast(rules, engines, law, factors) for factors in _candidates(rules)]
-    others = [item for item in plain if False in rules.selection_weights or not item.factors]
-    if True in rules.selection_weights:
+    others = [item for item in plain if not (rules.selection_weights and item.factors)]
+    if rules.selection_weights is not False:
         others += [weighed(item) for item in plain if item.factors]
     allowed = [other for other in others if _allowed(rules, other, _MARGIN)]
     most = max(item.tokens_per_second for item in allowed)

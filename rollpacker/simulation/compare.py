@@ -21,9 +21,10 @@ carry-over, so nothing is launched twice.
 `mean_length_ratio` is the trained mean over that of the first launches, which only a simulation
 knows; `bias_meter` is what a live run's meter reads in its place.
 
-`weighed_length_ratio` is what would be trained if groups counted by `selection`,
-`zero_weight_share` those that would count nothing, `effective_group_share` how many equally counted
-ones would say as much. They are left out of the oracle, and beside `redraws` (fixed ladders only).
+`weighed_length_ratio` is the trained mean of groups as they count by `selection` (`auto`: where it
+weighs; `exact`: if it did), `zero_weight_share` those that count nothing, `effective_group_share`
+how many equally counted ones would say as much. They are left out of the oracle, and beside
+`redraws` (fixed ladders only).
 
 `compare_recorded` does the same with the lengths of a real run (`recorded_lengths`), its P0 and R0,
 and the coupling that it measured (`recorded`), on so many GPUs that each has as much to do.

@@ -101,7 +101,6 @@ def _ladder(rules: TailBatchingRules) -> tuple[tuple[float, ...], tuple[int, ...
 def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> PlannerRules:
     """As they were for a round; `settings`: those that the run began with."""
     rules, tail = arguments.rules, settings["tail_batching"]
-    asked = tail.get("selection_weights")
     return PlannerRules(
         rules.prompts_per_step,
         rules.responses_per_prompt,
@@ -109,7 +108,7 @@ def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> Pl
         rules.max_deferral_age,
         smallest_size=tail.get("tensor_parallel_size", 1),
         largest_size=tail.get("max_tensor_parallel_size", 0),
-        selection_weights=(False, True) if asked is None else (asked,),
+        selection_weights=tail.get("selection_weights"),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,11 +46,6 @@ class Drift:
     coupling: Callable[[int], float] = _one  # correlation of its noise with the first launch
     acceptance: Callable[[int], float] | None = None  # share of draft tokens kept; None: no drafts
 
-    def unchanged(self, age: int) -> Callable[[int], float]:
-        """Probability that nothing changes before a token."""
-        share = self.coupling(age)
-        return lambda tokens: share if tokens else 1.0
-
     def lengths(
         self, workload: Workload | RecordedWorkload, number: int, age: int, launch: int
     ) -> list[int]:
@@ -76,11 +70,6 @@ class TokenDrift:
 
     changes_per_token: float  # and update
     drafts: bool = True
-
-    def unchanged(self, age: int) -> Callable[[int], float]:
-        """Probability that nothing changes before a token."""
-        rate = self.changes_per_token * age
-        return lambda tokens: math.exp(-rate * tokens)
 
     def lengths(
         self, workload: Workload | RecordedWorkload, number: int, age: int, launch: int

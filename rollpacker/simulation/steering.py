@@ -116,5 +116,5 @@ def planner_rules(
         rules.max_deferral_age,
         smallest_size=smallest_size,
         largest_size=largest_size,
-        selection_weights=(False, True),
+        selection_weights=None,
     )

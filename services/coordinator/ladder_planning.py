@@ -44,13 +44,10 @@ async def chosen_ladder(
     records = await store.records_before(state.step, STEPS_SEEN)
     if not is_due(state.step, factors, [record.round_kind for record in records]):
         return None
+    # What the run was asked for; in force may be what was chosen before.
     asked = state.settings.get("tail_batching", {}).get("selection_weights")
-    rules = replace(
-        planner_rules(settings),
-        selection_weights=(False, True) if asked is None else (asked,),
-    )
     choice = next_ladder(
-        rules,
+        replace(planner_rules(settings), selection_weights=asked),
         memory_from_json(state.ladder_memory),
         state.step,
         [other_seconds(record.metrics) for record in records],

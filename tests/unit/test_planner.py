@@ -87,9 +87,7 @@ def test_it_does_not_defer_what_would_come_out_shorter() -> None:
 
 def changing(unchanged: float) -> PlannerRules:
     """So likely a response is the same again; groups may count by what deferral selects."""
-    return replace(
-        RULES, unchanged=lambda _updates, _tokens: unchanged, selection_weights=(False, True)
-    )
+    return replace(RULES, unchanged=lambda _updates, _tokens: unchanged, selection_weights=None)
 
 
 def test_where_nothing_changes_weights_promise_nothing() -> None:
@@ -121,7 +119,7 @@ def test_of_weighed_groups_those_count_that_stay_long(unchanged: float) -> None:
 
 def test_with_weights_it_defers_what_it_would_not_without_them() -> None:
     seen, rules = groups(300, 0.05), changing(0.8)
-    assert chosen(replace(rules, selection_weights=(False,)), seen, ()).factors == ()
+    assert chosen(replace(rules, selection_weights=False), seen, ()).factors == ()
     choice = chosen(rules, seen, ())
     assert choice.factors
     assert choice.selection_weights
@@ -134,7 +132,7 @@ def test_with_weights_it_defers_what_it_would_not_without_them() -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_weighs_where_it_has_to_and_does_not_where_it_may_not(asked: bool) -> None:
     for unchanged in (0.8, 1.0):
-        rules = replace(changing(unchanged), selection_weights=(asked,))
+        rules = replace(changing(unchanged), selection_weights=asked)
         choice = chosen(rules, groups(300, 0.05), ())
         assert choice.selection_weights == (asked and bool(choice.factors))
 
