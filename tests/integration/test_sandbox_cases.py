@@ -13,6 +13,7 @@ import pytest
 from rollpacker.types import GraderKind
 from services.reward.graders.code import CodeGrader
 from services.reward.graders.grader import GradingTask
+from services.reward.sandbox.command import MIB
 from tests.sandbox_support import CPU_LIMIT_SECONDS, new_grader, score, verdict
 
 CASES = Path(__file__).parent.parent / "data" / "sandbox_cases.jsonl"
@@ -25,12 +26,23 @@ def grader() -> Iterator[CodeGrader]:
     made.end()
 
 
+@pytest.fixture(scope="module")
+def grader_of_little_output() -> Iterator[CodeGrader]:
+    """Of 1 MiB: a slow processor takes longer than the time limit to print the 8 of the default."""
+    made = new_grader(output_bytes=MIB)
+    yield made
+    made.end()
+
+
 @pytest.mark.parametrize(
     "case",
     [json.loads(line) for line in CASES.read_text().splitlines()],
     ids=lambda case: case["id"],
 )
-def test_the_case_gets_its_verdict(grader: CodeGrader, case: dict[str, Any]) -> None:
+def test_the_case_gets_its_verdict(
+    grader_of_little_output: CodeGrader, case: dict[str, Any]
+) -> None:
+    grader = grader_of_little_output
     task = GradingTask(GraderKind.CODE, case["response"], json.dumps({"tests": case["tests"]}))
     graded = grader.grade_now(task) or grader.grade(task)
     assert graded.verdict.value in case["verdict"].split("|")
