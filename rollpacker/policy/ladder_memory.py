@@ -37,7 +37,7 @@ from rollpacker.policy.engine_memory import (
 from rollpacker.policy.group_law import ObservedGroup
 from rollpacker.policy.ladder_forecast import PlannerRules
 from rollpacker.policy.planner import LadderChoice, choose_ladder, ladder_name
-from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
+from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, telling, unchanged
 from rollpacker.policy.reward_forecast import GraderMeasure
 from rollpacker.policy.reward_meter import RewardSpeed, RewardsSeen, RewardSums
 from rollpacker.policy.selection_weights import Selection
@@ -117,7 +117,7 @@ class LadderMemory:
 def selection_at(memory: LadderMemory, step: int, lost: Mapping[DrawId, LostRace]) -> Selection:
     """By which a step's groups are weighed; `lost`: the races that the queue's draws have lost."""
     whole = (group.response_tokens for group in memory.groups.values() if group.complete)
-    compared = sum(item.compared for item in memory.pairs.values())
+    compared = sum(item.compared for item in telling(memory.pairs).values())
     law = unchanged(memory.pairs) if compared >= _MIN_PAIRS else None
     return Selection(step, lost, law, sorted(chain.from_iterable(whole)))
 

@@ -38,11 +38,10 @@ from rollpacker.types import DrawId
 
 def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
     """Each choice of the run, and whether the run did the same; nothing for the other modes."""
-    run_file = directory / "run.json"
-    run = json.loads(run_file.read_text()) if run_file.exists() else {}
+    run = run_values(directory)
     if run.get("mode") != "auto":
         return
-    metrics = _metrics(directory / "metrics.jsonl")
+    metrics = step_metrics(directory)
     memory, before = LadderMemory(), rounds[0].arguments.rules
     newest: deque[LoggedRound] = deque(maxlen=STEPS_SEEN)
     queue: set[DrawId] = set()
@@ -87,7 +86,7 @@ def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict
             }
         before = rules
         newest.appendleft(logged)
-        seen = round_seen(logged, metrics[step])
+        seen, _ = played(logged, metrics[step])
         queue -= {draw.id for draw in arguments.plan.queued}
         queue |= {item.draw.id for item in seen.deferred}
         memory = remembered(memory, seen)
@@ -112,8 +111,8 @@ def _planner_rules(arguments: RoundArguments, settings: Mapping[str, Any]) -> Pl
     )
 
 
-def round_seen(logged: LoggedRound, metrics: Mapping[str, float]) -> RoundSeen:
-    """What the run remembered of a round; `metrics` are its step's."""
+def played(logged: LoggedRound, metrics: Mapping[str, float]) -> tuple[RoundSeen, FinishRound]:
+    """What the run remembered of a round, and how it ended; `metrics` are its step's."""
     arguments = logged.arguments
     round_ = arguments.make()
     meter = EngineMeter(arguments.prompt_tokens)
@@ -156,7 +155,7 @@ def round_seen(logged: LoggedRound, metrics: Mapping[str, float]) -> RoundSeen:
         for draw in emitted
     ]
     size = arguments.rules.tensor_parallel_size(arguments.plan.level)
-    return RoundSeen(
+    seen = RoundSeen(
         arguments.plan.step,
         trained,
         finish.deferred,
@@ -164,9 +163,16 @@ def round_seen(logged: LoggedRound, metrics: Mapping[str, float]) -> RoundSeen:
         meter.moved,
         logged.rewards,
     )
+    return seen, finish
 
 
-def _metrics(path: Path) -> dict[int, dict[str, float]]:
-    """By step."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def run_values(directory: Path) -> dict[str, Any]:
+    """What run.json says; nothing where there is none."""
+    path = directory / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def step_metrics(directory: Path) -> dict[int, dict[str, float]]:
+    """The lines of metrics.jsonl, by step."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows}

@@ -27,6 +27,7 @@ from rollpacker.round_log import LoggedRound, RoundLogError, read_round, replaye
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed
 from rollpacker.simulation.recorded_ladder import ladder_rows
+from rollpacker.simulation.recorded_weights import drift_rows, weight_rows
 from rollpacker.simulation.round_simulation import RoundSimulation
 from rollpacker.simulation.round_trace import Launchable
 from rollpacker.types import DrawId
@@ -220,7 +221,10 @@ def replay_rows(directory: Path) -> Iterator[dict[str, Any]]:
     }
     ran = [round_ for round_ in rounds[1::2] if round_.capacities]  # else a crash left it no work
     yield from _prediction_rows(ran, later, speed)
-    yield from ladder_rows(directory, [round_.logged for round_ in rounds])
+    logged = [round_.logged for round_ in rounds]
+    yield from drift_rows(logged)
+    yield from weight_rows(directory, logged)
+    yield from ladder_rows(directory, logged)
 
 
 def _prediction_rows(

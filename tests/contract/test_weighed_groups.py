@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollpacker.policy.ladder_memory import LadderMemory, remembered, selection_at
 from rollpacker.policy.selection_weights import WeighedSums
-from rollpacker.round_log import read_round
-from rollpacker.simulation.recorded_ladder import round_seen
+from rollpacker.simulation.recorded_run import recorded_rounds
+from rollpacker.simulation.recorded_weights import weight_rows
 from rollpacker.store.records import ChosenLadder, RunState
-from rollpacker.types import DrawId, LostRace, PromptGroup
+from rollpacker.types import DrawId, PromptGroup
 from services.coordinator import driver
 from services.coordinator.outputs.run_outputs import read_step_samples
 from tests.contract.coordinator_cluster import Cluster, Coordinator, cluster, coordinator
@@ -22,6 +21,7 @@ from tests.tiny_run import run_settings
 
 __all__ = ["cluster"]  # a fixture
 PROMPTS, PROMPTS_PER_STEP = 96, 8
+SWITCH = 8
 
 
 def settings(directory: Path, **tail: Any) -> dict[str, Any]:
@@ -52,22 +52,12 @@ def weights(steps: list[list[PromptGroup]]) -> dict[DrawId, float]:
     return {group.draw.id: group.selection_weight for step in steps for group in step}
 
 
-def replayed_weights(directory: Path, steps: list[list[PromptGroup]]) -> dict[DrawId, float]:
-    """From the logs of the rounds alone."""
-    lost: dict[DrawId, LostRace] = {}
-    memory, found = LadderMemory(), {}
-    for number, groups in enumerate(steps):
-        log = directory / "runs" / "r" / "rounds" / f"step_{number:06d}.jsonl"
-        logged = read_round(log.read_text().splitlines())
-        seen = round_seen(logged, {})
-        selection = selection_at(memory, number, lost)
-        for group in groups:
-            found[group.draw.id] = selection.weight(group.draw.id, lengths(group))
-        cuts = logged.handled[-1].commands[-1]["cuts"]
-        deferred = selection.after_race(seen.deferred, cuts)
-        lost |= {item.draw.id: item.lost for item in deferred if item.lost is not None}
-        memory = remembered(memory, seen)
-    return found
+def replayed(directory: Path) -> dict[str, Any]:
+    """The same, from the logs of the rounds: how many differ, and what they are on average."""
+    run_directory = directory / "runs" / "r"
+    logged = [round_.logged for round_ in recorded_rounds(run_directory)]
+    (row,) = weight_rows(run_directory, logged)
+    return row
 
 
 async def test_groups_count_by_the_races_that_they_lost_and_metrics_tell_it(
@@ -84,7 +74,10 @@ async def test_groups_count_by_the_races_that_they_lost_and_metrics_tell_it(
     assert set(at_once) == {1.0}
     assert 0.0 in found.values()
     assert max(found.values()) > 1.0
-    assert found == replayed_weights(cluster.directory, steps)
+    row = replayed(cluster.directory)
+    assert (row["differences"], row["groups"]) == (0, PROMPTS)
+    assert row["mean_weight"] == pytest.approx(metrics[-1]["selection/mean_weight"], abs=1e-4)
+    assert row["deferred_groups"] == PROMPTS - len(at_once)
     sums = WeighedSums()
     for groups, values in zip(steps, metrics, strict=True):
         for group in groups:
@@ -111,7 +104,7 @@ async def test_groups_that_were_emitted_before_a_crash_keep_their_weights(cluste
         steps = await trained(run, cluster.directory)
     found = weights(steps)
     assert len(found) == PROMPTS
-    assert found == replayed_weights(cluster.directory, steps)
+    assert replayed(cluster.directory)["differences"] == 0
     assert len(set(found.values())) > 2
 
 
@@ -135,7 +128,7 @@ async def test_mode_auto_weighs_where_it_is_told_to(cluster: Cluster) -> None:
         await run.start(settings(cluster.directory, **tail))
         await run.until_ended()
         steps = await trained(run, cluster.directory)
-    assert weights(steps) == replayed_weights(cluster.directory, steps)
+    assert replayed(cluster.directory)["differences"] == 0
     assert set(weights(steps).values()) != {1.0}
 
 
@@ -145,15 +138,27 @@ async def test_mode_auto_begins_to_weigh_in_the_middle_of_a_run(
     """From the step that the planner says, also draws that lost their race before."""
 
     async def any_ladder(_store: Any, state: RunState, _settings: Any) -> ChosenLadder | None:
-        return ChosenLadder(5, (1.5, 2.0), "takes", (), True) if state.step == 5 else None
+        return ChosenLadder(SWITCH, (1.5, 2.0), "takes", (), True) if state.step == SWITCH else None
 
     monkeypatch.setattr(driver, "chosen_ladder", any_ladder)
     async with coordinator(cluster) as run:
         await run.start(settings(cluster.directory, mode="auto", selection_weights=None))
         await run.until_ended()
         steps = await trained(run, cluster.directory)
-    expected = replayed_weights(cluster.directory, steps)
-    before = {draw for groups in steps[:5] for draw in weights([groups])}
-    assert weights(steps) == {d: 1.0 if d in before else w for d, w in expected.items()}
-    lost_before = {g.draw.id for groups in steps[5:] for g in groups if g.draw.first_step < 5}
-    assert any(expected[draw] != 1.0 for draw in lost_before)
+    row = replayed(cluster.directory)
+    assert (row["differences"], row["groups"]) == (0, sum(map(len, steps[SWITCH:])))
+    assert set(weights(steps[:SWITCH]).values()) == {1.0}
+    lost_before = {
+        g.draw.id for groups in steps[SWITCH:] for g in groups if g.draw.first_step < SWITCH
+    }
+    assert any(weights(steps)[draw] != 1.0 for draw in lost_before)
+
+
+async def test_a_weight_that_its_logs_do_not_give_is_a_difference(cluster: Cluster) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(settings(cluster.directory))
+        await run.until_ended()
+    samples = cluster.directory / "runs" / "r" / "samples" / "step_000000.jsonl"
+    text = samples.read_text()
+    samples.write_text(text.replace('"selection_weight":1.0', '"selection_weight":1.5'))
+    assert replayed(cluster.directory)["differences"] == PROMPTS_PER_STEP

@@ -9,16 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.policy.response_drift import Pairs, PairsSeen, between, octave, unchanged
+from rollpacker.policy.response_drift import (
+    Pairs,
+    PairsSeen,
+    between,
+    octave,
+    telling,
+    unchanged,
+)
 
 
-def seen(keep: object, count: int = 4000, longest: int = 2000, seed: int = 0) -> PairsSeen:
+def seen(
+    keep: object, count: int = 4000, longest: int = 2000, shortest: int = 10, seed: int = 0
+) -> PairsSeen:
     """Pairs of responses, unchanged with probability `keep(updates, tokens)`."""
     rng = random.Random(seed)
     found: dict[tuple[int, int], Pairs] = {}
     for _ in range(count):
         updates = rng.choice([1, 2, 4])
-        tokens = int(math.exp(rng.uniform(math.log(10), math.log(longest))))
+        tokens = int(math.exp(rng.uniform(math.log(shortest), math.log(longest))))
         key = updates, octave(tokens)
         same = rng.random() < keep(updates, tokens)  # type: ignore[operator]
         found[key] = found.get(key, Pairs()).add(tokens, same=same)
@@ -38,6 +47,43 @@ def test_a_share_that_is_the_same_at_any_length_is_taken_for_one() -> None:
     for updates, share in shares.items():
         assert law(updates, 20) == law(updates, 20_000) == pytest.approx(share, abs=0.05)
     assert shares[2] > law(3, 20) > shares[4] - 0.05
+
+
+def test_short_responses_do_not_say_how_long_ones_change() -> None:
+    """As in the demo: a third ends within three tokens, and of these many come out otherwise."""
+
+    def keep(updates: int, tokens: int) -> float:
+        return 0.8**updates if tokens < 4 else math.exp(-0.0037 * updates * tokens)
+
+    pairs = seen(keep, longest=200, shortest=2)
+    law = unchanged(pairs)
+    assert -math.log(law(1, 100)) / 100 == pytest.approx(0.0037, rel=0.15)
+    assert law(3, 100) == pytest.approx(law(1, 300))  # tokens change, no share of the responses
+    assert telling(pairs) == {key: item for key, item in pairs.items() if key[1] >= 4}
+
+
+def test_where_all_responses_are_short_they_say_it() -> None:
+    pairs = seen(lambda updates, tokens: math.exp(-0.01 * updates * tokens), longest=15, shortest=2)
+    assert telling(pairs) == pairs
+    assert -math.log(unchanged(pairs)(1, 10)) / 10 == pytest.approx(0.01, rel=0.15)
+
+
+@pytest.mark.parametrize("count", [100, 300, 1000])
+def test_chance_is_not_taken_for_a_share_that_differs_from_age_to_age(count: int) -> None:
+    """Few pairs, of lengths that hardly differ: a table with a number per age would follow them."""
+    by_token = [
+        unchanged(
+            seen(
+                lambda updates, tokens: math.exp(-0.004 * updates * tokens),
+                count=count,
+                shortest=40,
+                longest=90,
+                seed=seed,
+            )
+        )
+        for seed in range(40)
+    ]
+    assert sum(law(1, 40) != law(1, 90) for law in by_token) >= 32
 
 
 def test_nothing_changes_while_nothing_was_compared() -> None:
