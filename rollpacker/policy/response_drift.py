@@ -98,7 +98,9 @@ def _likelihood(pairs: PairsSeen, law: Unchanged) -> float:
 
 
 def _rate(pairs: PairsSeen) -> float:
-    """Changes per token and update that explain the pairs best."""
+    """Changes per token and update that explain the pairs best; 0 where none has changed."""
+    if all(item.same == item.compared for item in pairs.values()):
+        return 0.0
 
     def slope(rate: float) -> float:  # of the likelihood: falls with the rate
         total = 0.0
