@@ -11,7 +11,7 @@ graders have become faster, so that none waits any more. How long responses take
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -65,40 +65,50 @@ class _Grader:
     asked: int = 0
     room: int = 0
     answered: int = 0  # since then
-    waited: RewardSums = field(default_factory=RewardSums)
-    busy: RewardSums = field(default_factory=RewardSums)
+    waited_responses: float = 0.0
+    waited_seconds: float = 0.0
+    busy_responses: float = 0.0
+    busy_seconds: float = 0.0
     took: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def speed(self) -> RewardSpeed:
+        """Until it was last looked at."""
+        return RewardSpeed(
+            RewardSums(self.waited_responses, self.waited_seconds),
+            RewardSums(self.busy_responses, self.busy_seconds),
+            dict(sorted(self.took.items())),
+        )
 
 
 class RewardMeter:
     """Of one round."""
 
     def __init__(self) -> None:
-        self._graders: dict[str, _Grader] = {}
+        self._graders: defaultdict[str, _Grader] = defaultdict(_Grader)
 
     @property
     def speeds(self) -> dict[str, RewardSpeed]:
         """By kind of grader."""
-        return {
-            kind: RewardSpeed(grader.waited, grader.busy, dict(sorted(grader.took.items())))
-            for kind, grader in self._graders.items()
-        }
+        return {kind: grader.speed for kind, grader in self._graders.items()}
 
     def took(self, kind: str, seconds: float) -> None:
         """A response took so long by itself, without a wait for a grader."""
-        self._graders.setdefault(kind, _Grader()).took[part_of_octave(seconds)] += 1
+        self._graders[kind].took[part_of_octave(seconds)] += 1
 
     def answered(self, kind: str) -> None:
         """A response has its reward, or none."""
-        self._graders.setdefault(kind, _Grader()).answered += 1
+        self._graders[kind].answered += 1
 
     def looked(self, at: float, kind: str, asked: int, room: int) -> None:
         """At `at` seconds so many responses are asked for and not answered; `room`: so many are
         worked on, or on their way, at once; 0: nobody knows."""
-        grader = self._graders.setdefault(kind, _Grader())
+        grader = self._graders[kind]
         if grader.asked:
             count, seconds = grader.answered, at - grader.at
             if 0 < grader.room < grader.asked:
-                grader.waited = grader.waited.plus(count, seconds)
-            grader.busy = grader.busy.plus(count, seconds)
+                grader.waited_responses += count
+                grader.waited_seconds += seconds
+            grader.busy_responses += count
+            grader.busy_seconds += seconds
         grader.at, grader.asked, grader.room, grader.answered = at, asked, room, 0

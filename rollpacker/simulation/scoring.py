@@ -44,7 +44,7 @@ class Scoring:
     queues: dict[str, RewardQueue]  # by task; empty: there are none
     meter: RewardMeter = field(default_factory=RewardMeter)
     under_way: Counter[str] = field(default_factory=Counter)  # by task
-    has_news: bool = False  # a score was answered since commands were handled
+    answered_tasks: set[str] = field(default_factory=set)  # since commands were handled
 
     @classmethod
     def of_round(
@@ -65,41 +65,41 @@ class Scoring:
         self, now: float, commands: Sequence[Command], has_lost: Callable[[DrawId], bool]
     ) -> list[ResponseScored]:
         """The scores that these commands begin."""
-        if not commands and not self.has_news:
-            return []
-        self.has_news = False
-        asked = [command for command in commands if isinstance(command, ScoreResponse)]
+        asked: list[ScoreResponse] = []
+        changed, self.answered_tasks = self.answered_tasks, set()
+        for command in commands:
+            if isinstance(command, ScoreResponse):
+                task = self.draws[command.draw].task
+                changed.add(task)
+                if self.queues:
+                    self.queues[task].put(command)
+                else:
+                    asked.append(command)
+            elif self.queues and isinstance(command, AbortGroup):
+                task = self.draws[command.draw].task
+                changed.add(task)
+                self.queues[task].let_go(command.draw)
+        tasks = [task for task in self.tasks if task in changed] if changed else ()
         if self.queues:
-            for command in commands:
-                if isinstance(command, ScoreResponse):
-                    self._queue(command.draw).put(command)
-                elif isinstance(command, AbortGroup):
-                    self._queue(command.draw).let_go(command.draw)
             assert self.reward is not None
-            asked = [
-                command
-                for task, queue in self.queues.items()
-                for command in queue.take(self.reward.room(task), has_lost)
-            ]
+            for task in tasks:
+                asked += self.queues[task].take(self.reward.room(task), has_lost)
         for command in asked:
             self.under_way[self.draws[command.draw].task] += 1
         if self.reward is not None:
-            for task in self.tasks:
+            for task in tasks:
                 waiting = self.queues[task].waiting if self.queues else 0
                 self.meter.looked(now, task, self.under_way[task] + waiting, self.reward.room(task))
-        return self._scored(now, asked)
+        return self._scored(now, asked) if asked else []
 
     def answered(self, event: ResponseScored) -> None:
         """A score is known: there is room for another response."""
         task = self.draws[event.draw].task
         self.under_way[task] -= 1
-        self.has_news = True
+        self.answered_tasks.add(task)
         self.meter.answered(task)
         if self.queues:
-            self._queue(event.draw).answered()
-
-    def _queue(self, draw: DrawId) -> RewardQueue:
-        return self.queues[self.draws[draw].task]
+            self.queues[task].answered()
 
     def _scored(self, now: float, commands: Sequence[ScoreResponse]) -> list[ResponseScored]:
         if self.reward is None:
