@@ -55,8 +55,10 @@ check-protos: .venv/installed
 	diff -r -x __pycache__ -x __init__.py build/protos/rollpacker/v1 rollpacker/v1
 
 .PHONY: test
-test: .venv/installed  ## run the tests; they start the servers that they need
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q
+test: .venv/installed  ## run the tests, TEST_JOBS=2 at a time; they start the servers that they need
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(TEST_JOBS) --dist worksteal
+
+TEST_JOBS ?= 2
 
 .PHONY: kill-trainers
 kill-trainers: .venv/installed  ## the demo job on 2 and on 4 trainer processes, of which some are killed
