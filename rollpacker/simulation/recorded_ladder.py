@@ -39,7 +39,7 @@ from rollpacker.types import DrawId
 def ladder_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
     """Each choice of the run, and whether the run did the same; nothing for the other modes."""
     run = run_values(directory)
-    if run.get("mode") != "auto":
+    if run.get("mode") != "auto" or not rounds:
         return
     metrics = step_metrics(directory)
     memory, before = LadderMemory(), rounds[0].arguments.rules
@@ -166,6 +166,12 @@ def played(logged: LoggedRound, metrics: Mapping[str, float]) -> tuple[RoundSeen
     return seen, finish
 
 
+def finished(directory: Path, rounds: Sequence[LoggedRound]) -> list[LoggedRound]:
+    """Those of steps that are over: the log of a round is there before its step's other files."""
+    steps = step_metrics(directory)
+    return [logged for logged in rounds if logged.arguments.plan.step in steps]
+
+
 def run_values(directory: Path) -> dict[str, Any]:
     """What run.json says; nothing where there is none."""
     path = directory / "run.json"
@@ -173,6 +179,7 @@ def run_values(directory: Path) -> dict[str, Any]:
 
 
 def step_metrics(directory: Path) -> dict[int, dict[str, float]]:
-    """The lines of metrics.jsonl, by step."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl, by step; none where there is no such file."""
+    path = directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {row["step"]: row for row in rows}

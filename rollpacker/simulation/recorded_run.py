@@ -26,7 +26,7 @@ from rollpacker.policy.events import ProgressReported, ReplicaJoined, ResponseFi
 from rollpacker.round_log import LoggedRound, RoundLogError, read_round, replayed
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed
-from rollpacker.simulation.recorded_ladder import ladder_rows
+from rollpacker.simulation.recorded_ladder import finished, ladder_rows
 from rollpacker.simulation.recorded_weights import drift_rows, weight_rows
 from rollpacker.simulation.round_simulation import RoundSimulation
 from rollpacker.simulation.round_trace import Launchable
@@ -223,8 +223,9 @@ def replay_rows(directory: Path) -> Iterator[dict[str, Any]]:
     yield from _prediction_rows(ran, later, speed)
     logged = [round_.logged for round_ in rounds]
     yield from drift_rows(logged)
-    yield from weight_rows(directory, logged)
-    yield from ladder_rows(directory, logged)
+    whole = finished(directory, logged)
+    yield from weight_rows(directory, whole)
+    yield from ladder_rows(directory, whole)
 
 
 def _prediction_rows(

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rollpacker.policy.selection_weights import WeighedSums
-from rollpacker.simulation.recorded_run import recorded_rounds
-from rollpacker.simulation.recorded_weights import weight_rows
+from rollpacker.simulation.recorded_run import replay_rows
 from rollpacker.store.records import ChosenLadder, RunState
 from rollpacker.types import DrawId, PromptGroup
 from services.coordinator import driver
@@ -54,9 +53,8 @@ def weights(steps: list[list[PromptGroup]]) -> dict[DrawId, float]:
 
 def replayed(directory: Path) -> dict[str, Any]:
     """The same, from the logs of the rounds: how many differ, and what they are on average."""
-    run_directory = directory / "runs" / "r"
-    logged = [round_.logged for round_ in recorded_rounds(run_directory)]
-    (row,) = weight_rows(run_directory, logged)
+    rows = replay_rows(directory / "runs" / "r")
+    (row,) = (row for row in rows if row["figure"] == "selection_weights")
     return row
 
 
@@ -162,3 +160,16 @@ async def test_a_weight_that_its_logs_do_not_give_is_a_difference(cluster: Clust
     text = samples.read_text()
     samples.write_text(text.replace('"selection_weight":1.0', '"selection_weight":1.5'))
     assert replayed(cluster.directory)["differences"] == PROMPTS_PER_STEP
+
+
+async def test_a_step_whose_line_is_not_written_yet_is_not_compared(cluster: Cluster) -> None:
+    async with coordinator(cluster) as run:
+        await run.start(settings(cluster.directory))
+        await run.until_ended()
+        (*_, last) = await run.steps()
+    files = cluster.directory / "runs" / "r"
+    (files / "samples" / f"step_{last.step:06d}.jsonl").unlink()
+    lines = (files / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (files / "metrics.jsonl").write_text("".join(lines[:-1]))
+    row = replayed(cluster.directory)
+    assert (row["differences"], row["groups"]) == (0, PROMPTS - PROMPTS_PER_STEP)
