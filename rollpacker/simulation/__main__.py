@@ -100,6 +100,7 @@ def _compare(options: argparse.Namespace, parameters: Parameters) -> int:
         options.steps,
         options.task,
         fixed,
+        every=options.full,
     ):
         _row(options, row)
     return 0
@@ -177,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     paper = _command(commands, "paper", _paper, "the paper's figures beside ours")
     paper.add_argument("--figures", nargs="*", choices=tuple(FIGURES), default=[])
     compare = _command(commands, "compare", _compare, "modes beyond the paper")
-    compare.add_argument("--full", action="store_true", help="caps 8k to 128k, rho 0.1 to 0.9")
+    compare.add_argument(
+        "--full", action="store_true", help="every mode; caps 8k to 128k, rho 0.1 to 0.9"
+    )
     compare.add_argument("--cap", type=int, action="append", help="tokens; may be repeated")
     compare.add_argument("--rho", type=float, action="append", help="may be repeated")
     compare.add_argument("--steps", type=_count, default=32)
