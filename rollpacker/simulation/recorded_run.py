@@ -222,7 +222,7 @@ def replay_rows(directory: Path) -> Iterator[dict[str, Any]]:
     ran = [round_ for round_ in rounds[1::2] if round_.capacities]  # else a crash left it no work
     yield from _prediction_rows(ran, later, speed)
     logged = [round_.logged for round_ in rounds]
-    yield from drift_rows(logged)
+    yield from drift_rows(directory, logged)
     whole = finished(directory, logged)
     yield from weight_rows(directory, whole)
     yield from ladder_rows(directory, whole)

@@ -10,6 +10,7 @@ out of the means.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def _written(directory: Path) -> dict[tuple[int, DrawId], float]:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             draw = DrawId(row["draw"]["epoch"], row["draw"]["prompt_id"])
-            found[row["step"], draw] = row["group"]["selection_weight"]
+            found[row["step"], draw] = row["group"].get("selection_weight", 1.0)  # older: none
     return found
 
 
@@ -84,9 +85,11 @@ class _Changes:
     tokens: int = 0  # accepted
 
 
-def drift_rows(rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
-    """By updates since the last launch and length of the draft, how many drafts came out again;
-    nothing where too few were verified."""
+def drift_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
+    """Of groups that a round trains, by updates since their last launch and length of the draft,
+    how many drafts came out again; nothing where too few were verified."""
+    settings = run_values(directory).get("settings", {}).get("tail_batching", {})
+    longest_draft = settings.get("carry_over_max_tokens", math.inf)
     found: dict[tuple[int, int], _Changes] = {}
     before: dict[DrawId, tuple[int, DeferredDraw]] = {}
     for logged in rounds:
@@ -101,7 +104,9 @@ def drift_rows(rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
                 continue  # without carried tokens the engine may have had no draft
             last, item = before[group.draw]
             for index, event in ended.get(group.draw, {}).items():
-                draft = item.response_tokens[index]
+                draft = min(item.response_tokens[index], longest_draft)
+                if not draft:
+                    continue
                 changes = found.setdefault((step - last, octave(draft)), _Changes())
                 changes.responses += 1
                 changes.unchanged += event.carried_tokens >= min(draft, event.tokens)
