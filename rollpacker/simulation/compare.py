@@ -96,24 +96,8 @@ class Mode:
 SCHEDULES = {"plain": PLAIN, "rebalance": REBALANCED, "rebalance, idle": TRAINING_IDLE}
 
 
-def modes(*, every: bool = True) -> tuple[Mode, ...]:
-    """The modes, the baseline first; `every`: also each beside the same without drafts, idle
-    replicas or planned sizes, which says what these are worth."""
-    return tuple(mode for mode in _all_modes() if every or _is_main(mode))
-
-
-def _is_main(mode: Mode) -> bool:
-    """Whether it is in the grid that is run unless all is asked for."""
-    if mode.name != "auto":
-        return mode.sizes == "the paper's" and mode.carry_over != "by token"
-    if mode.coupling == "measured" and mode.carry_over == "measured":
-        return mode.schedule != "plain"  # as a live run may be
-    if mode.carry_over == "by token":
-        return mode.sizes == "the paper's"
-    return mode.schedule == "plain"  # like for like
-
-
-def _all_modes() -> tuple[Mode, ...]:
+def modes() -> tuple[Mode, ...]:
+    """Every mode, the baseline first."""
     exact = {1: ladder(1.5), 2: ladder(1.75, 2.0), 3: ladder(2.0, 2.0, 2.0)}
     start = ladder(*AUTO_START)
     return (
@@ -153,6 +137,21 @@ def _all_modes() -> tuple[Mode, ...]:
             )
         ),
     )
+
+
+def main_modes() -> tuple[Mode, ...]:
+    """Without those that only say what drafts, idle replicas or planned sizes are worth."""
+    return tuple(mode for mode in modes() if _is_main(mode))
+
+
+def _is_main(mode: Mode) -> bool:
+    if mode.name != "auto":
+        return mode.sizes == "the paper's" and mode.carry_over != "by token"
+    if mode.coupling == "measured" and mode.carry_over == "measured":
+        return mode.schedule != "plain"  # as a live run may be
+    if mode.carry_over == "by token":
+        return mode.sizes == "the paper's"
+    return mode.schedule == "plain"  # like for like
 
 
 class SizeError(ValueError):
@@ -216,11 +215,11 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """One row per scenario and mode; scenarios run in processes of their own, one per core.
 
-    `fixed`: these instead of the modes; `every`: all modes. Raises SizeError.
+    `fixed`: these instead of the modes; `every`: all modes, else the main ones. Raises SizeError.
     """
     if fixed is not None:
         fixed.check(parameters, caps)
-    tried = fixed.modes() if fixed else modes(every=every)
+    tried = fixed.modes() if fixed else modes() if every else main_modes()
     scenarios = [
         WorkloadRules(cap, rho, parameters["never_stop_share"], task)
         for cap in caps

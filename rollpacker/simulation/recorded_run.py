@@ -26,7 +26,8 @@ from rollpacker.policy.events import ProgressReported, ReplicaJoined, ResponseFi
 from rollpacker.round_log import LoggedRound, RoundLogError, read_round, replayed
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.engine_speed import EngineSpeed
-from rollpacker.simulation.recorded_ladder import finished, ladder_rows
+from rollpacker.simulation.recorded_ladder import ladder_rows
+from rollpacker.simulation.recorded_steps import recorded_steps
 from rollpacker.simulation.recorded_weights import drift_rows, weight_rows
 from rollpacker.simulation.round_simulation import RoundSimulation
 from rollpacker.simulation.round_trace import Launchable
@@ -221,11 +222,10 @@ def replay_rows(directory: Path) -> Iterator[dict[str, Any]]:
     }
     ran = [round_ for round_ in rounds[1::2] if round_.capacities]  # else a crash left it no work
     yield from _prediction_rows(ran, later, speed)
-    logged = [round_.logged for round_ in rounds]
-    yield from drift_rows(directory, logged)
-    whole = finished(directory, logged)
-    yield from weight_rows(directory, whole)
-    yield from ladder_rows(directory, whole)
+    steps = recorded_steps(directory, [round_.logged for round_ in rounds])
+    yield from drift_rows(directory, steps)
+    yield from weight_rows(directory, steps)
+    yield from ladder_rows(directory, steps)
 
 
 def _prediction_rows(

@@ -20,31 +20,30 @@ from rollpacker.policy.events import ResponseFinished
 from rollpacker.policy.ladder_memory import LadderMemory, remembered, selection_at
 from rollpacker.policy.response_drift import octave
 from rollpacker.policy.selection_weights import WeighedSums
-from rollpacker.round_log import LoggedRound
-from rollpacker.simulation.recorded_ladder import played, run_values, step_metrics
+from rollpacker.simulation.recorded_steps import RecordedStep, run_values
 from rollpacker.types import DeferredDraw, DrawId, LostRace
 
 _MIN_RESPONSES = 30  # of a row of how responses change
 
 
-def weight_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
+def weight_rows(directory: Path, steps: Sequence[RecordedStep]) -> Iterator[dict[str, Any]]:
     """Whether the run gave its groups the same weights, and what they are on average; nothing of a
     run that never weighs."""
-    if not any(logged.arguments.rules.selection_weights for logged in rounds):
+    if not any(step.logged.arguments.rules.selection_weights for step in steps):
         return
     remembers = run_values(directory).get("mode") == "auto"
-    metrics, written = step_metrics(directory), _written(directory)
+    written = _written(directory)
     memory = LadderMemory()
     lost: dict[DrawId, LostRace] = {}
     all_, again = WeighedSums(), WeighedSums()
     differences = 0
-    for logged in rounds:
-        step, weighs = logged.arguments.plan.step, logged.arguments.rules.selection_weights
-        seen, finish = played(logged, metrics[step])
-        selection = selection_at(memory, step, lost)
+    for recorded in steps:
+        seen, finish = recorded.seen, recorded.finish
+        weighs = recorded.logged.arguments.rules.selection_weights
+        selection = selection_at(memory, seen.step, lost)
         for group in seen.trained:
             weight = selection.weight(group.draw, group.response_tokens) if weighs else 1.0
-            differences += written.get((step, group.draw)) != weight
+            differences += written.get((seen.step, group.draw)) != weight
             if weighs:
                 all_ = all_.plus(weight, group.response_tokens)
             if weighs and group.draw in lost:
@@ -85,18 +84,17 @@ class _Changes:
     tokens: int = 0  # accepted
 
 
-def drift_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict[str, Any]]:
+def drift_rows(directory: Path, steps: Sequence[RecordedStep]) -> Iterator[dict[str, Any]]:
     """Of groups that a round trains, by updates since their last launch and length of the draft,
     how many drafts came out again; nothing where too few were verified."""
     settings = run_values(directory).get("settings", {}).get("tail_batching", {})
     longest_draft = settings.get("carry_over_max_tokens", math.inf)
     found: dict[tuple[int, int], _Changes] = {}
     before: dict[DrawId, tuple[int, DeferredDraw]] = {}
-    for logged in rounds:
-        step = logged.arguments.plan.step
-        seen, finish = played(logged, {})
+    for recorded in steps:
+        seen = recorded.seen
         ended: dict[DrawId, dict[int, ResponseFinished]] = {}
-        for event in (handled.event for handled in logged.handled):
+        for event in (handled.event for handled in recorded.logged.handled):
             if isinstance(event, ResponseFinished):
                 ended.setdefault(event.draw, {})[event.index] = event
         for group in seen.trained:
@@ -107,11 +105,11 @@ def drift_rows(directory: Path, rounds: Sequence[LoggedRound]) -> Iterator[dict[
                 draft = min(item.response_tokens[index], longest_draft)
                 if not draft:
                     continue
-                changes = found.setdefault((step - last, octave(draft)), _Changes())
+                changes = found.setdefault((seen.step - last, octave(draft)), _Changes())
                 changes.responses += 1
                 changes.unchanged += event.carried_tokens >= min(draft, event.tokens)
                 changes.tokens += event.carried_tokens
-        before |= {item.draw.id: (step, item) for item in finish.deferred}
+        before |= {item.draw.id: (seen.step, item) for item in seen.deferred}
     for (updates, size), changes in sorted(found.items()):
         if updates and changes.responses >= _MIN_RESPONSES:
             changed = changes.responses - changes.unchanged

@@ -15,6 +15,7 @@ from rollpacker.round_log import RoundArguments, read_round
 from rollpacker.simulation import recorded_ladder
 from rollpacker.simulation.engine_model import ReplicaModel
 from rollpacker.simulation.recorded_run import NoTrainer
+from rollpacker.simulation.recorded_steps import recorded_steps
 from rollpacker.simulation.round_simulation import RoundSimulation
 from rollpacker.simulation.round_trace import Launchable
 from rollpacker.types import DeferredDraw, Draw, RoundKind
@@ -83,6 +84,6 @@ def test_a_ladder_of_none_that_waited_for_the_end_of_the_queue_is_the_present_on
     (tmp_path / "run.json").write_text(json.dumps(run))
     metrics = [{"step": s, "timing_s/step": 2.0, "timing_s/rollout": 1.0} for s in range(6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
-    rows = list(recorded_ladder.ladder_rows(tmp_path, logged))
+    rows = list(recorded_ladder.ladder_rows(tmp_path, recorded_steps(tmp_path, logged)))
     assert told == [(3, BEFORE), (4, ())]
     assert rows[-1] == {"figure": "ladders", "choices": 2, "differences": 0}
